@@ -1,0 +1,86 @@
+"""Holding a state on a module without the user's code meeting it.
+
+``_auto_quant_state`` lives in the instance's ``__dict__``, so ``children()``, Sequential, ModuleList and ModuleDict do not
+see it. What must see it (``apply``, ``.to``, ``parameters``, ``state_dict``, ``repr``) is extended on the instance: no class is
+patched. The extensions are partials of functions of this module, which deepcopy and pickle take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+STATE = "_auto_quant_state"
+
+
+def attach(module: nn.Module, state: nn.Module) -> None:
+    """Give ``module`` a hidden child ``state``."""
+    module.__dict__[STATE] = state
+    for name, function in _EXTENSIONS.items():
+        module.__dict__[name] = functools.partial(function, module, module.__dict__.get(name))
+    module.register_state_dict_post_hook(_save)
+    module.register_load_state_dict_pre_hook(_load)
+
+
+def state_of(module: nn.Module) -> Any:
+    """The module's state, or None."""
+    return module.__dict__.get(STATE)
+
+
+def _original(module: nn.Module, previous: Callable | None, name: str) -> Callable:
+    return previous if previous is not None else functools.partial(getattr(type(module), name), module)
+
+
+def _named_modules(
+    module: nn.Module, previous: Callable | None, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    memo = set() if memo is None else memo
+    yield from _original(module, previous, "named_modules")(memo, prefix, remove_duplicate)
+    yield from state_of(module).named_modules(memo, f"{prefix}.{STATE}" if prefix else STATE, remove_duplicate)
+
+
+def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
+    _original(module, previous, "_apply")(fn, recurse)
+    if recurse:
+        state_of(module)._apply(fn)
+    return module
+
+
+def _apply(module: nn.Module, previous: Callable | None, fn: Callable) -> nn.Module:
+    state_of(module).apply(fn)
+    return _original(module, previous, "apply")(fn)
+
+
+def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
+    own = _original(module, previous, "extra_repr")()
+    state = f"({STATE}): {state_of(module)!r}"
+    return f"{own}\n{state}" if own else state
+
+
+_EXTENSIONS: dict[str, Callable] = {
+    "named_modules": _named_modules,
+    "_apply": _apply_to_tensors,
+    "apply": _apply,
+    "extra_repr": _extra_repr,
+}
+
+
+def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+    state_of(module).state_dict(destination=state_dict, prefix=f"{prefix}{STATE}.")
+
+
+def _load(
+    module: nn.Module, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
+) -> None:
+    own = f"{prefix}{STATE}."
+    values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
+    try:
+        result = state_of(module).load_state_dict(values, strict=False, assign=metadata.get("assign_to_params_buffers", False))
+    except RuntimeError as error:
+        errors.append(str(error))
+        return
+    missing.extend(own + key for key in result.missing_keys)
+    unexpected.extend(own + key for key in result.unexpected_keys)

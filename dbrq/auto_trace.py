@@ -1,0 +1,333 @@
+"""Interception: how dbrq comes between the user's code and torch, for one model and one thread at a time.
+
+Two points: the ``forward`` of each module instance (``InterceptedForward``, an instance attribute, so no class is patched)
+and a ``TorchFunctionMode`` that lives as long as one call of the model (``RunCall``). Three kinds of hooks hang on them:
+
+* op hooks, for leaf modules and functions of the op table: the state of the module that calls them has one per op;
+* module I/O hooks: entering and leaving a module that is not a leaf, and what the root takes and returns;
+* argument dequant hooks: any other op gets plain float tensors.
+
+All bookkeeping of a run (which op are we at) is in ``RunCall`` and its frames, so many threads can run one model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import moves
+from .attention import multi_head_attention_forward
+from .containers import tree_leaves, tree_map
+from .errors import DeviationError
+from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
+from .record import Tag
+from .tensors import Int8Tensor, Lazy, plain
+
+if TYPE_CHECKING:
+    from .quantization_state import AutoQuantizationState, Hook
+
+hook_log = logging.getLogger("dbrq.hooks")
+TAG = "_dbrq_tag"
+_NO_KWARGS: dict[str, Any] = {}
+_disabled = torch._C.DisableTorchFunction
+
+
+class _Active(threading.local):
+    """The call that runs on this thread, if one does."""
+
+    call: Any = None
+
+
+active = _Active()
+
+
+class ModelToken:
+    """What all intercepted modules of one model share: whose they are and how a run starts.
+
+    Attributes:
+        phase: "observe" or "int8".
+        strict: leaving the recorded paths raises.
+        log: called with (op path, output) after each op, while values are logged.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.strict = False
+
+    def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """Run ``intercepted`` as the outermost module of a call."""
+        return RunCall(self).run(intercepted, args, kwargs)
+
+
+class InterceptedForward:
+    """Stands in for the ``forward`` of one module instance; survives deepcopy and pickle with the module.
+
+    Attributes:
+        module: the module.
+        path: its path in the model.
+        token: shared by the model.
+        row, attributes: its op, if it is a leaf of the op table.
+        state: its ``AutoQuantizationState``, if it is not a leaf or is the root.
+    """
+
+    def __init__(self, module: nn.Module, path: str, token: ModelToken) -> None:
+        self.module, self.path, self.token = module, path, token
+        self.previous = module.__dict__.get("forward")
+        self.row: OpRow | None = None
+        self.attributes: tuple[str, ...] = ()
+        self.state: AutoQuantizationState | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = active.call
+        if call is not None and call.token is self.token:
+            return call.enter(self, args, kwargs)
+        return self.token.start(self, args, kwargs)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's own forward."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return type(self.module).forward.__doc__
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.previous or type(self.module).forward.__get__(self.module)
+
+
+class Frame:
+    """One call of one module in a run: the hooks of its recorded path, and how far the run has come."""
+
+    __slots__ = ("hooks", "index", "state")
+
+    def __init__(self, state: AutoQuantizationState, hooks: list[Hook]) -> None:
+        self.state, self.hooks, self.index = state, hooks, 0
+
+    def next(self, row: OpRow, path: str | None) -> Hook:
+        """The hook of the op that runs now; raises if the record has another one here."""
+        index = self.index
+        if index < len(self.hooks):
+            hook = self.hooks[index]
+            if hook.row is row and hook.module_path == path:
+                self.index = index + 1
+                return hook
+        raise self.state.deviation(self.hooks, index, row.name if path is None else f"{row.name} ({path})")
+
+    def finish(self) -> None:
+        if self.index != len(self.hooks):
+            raise self.state.deviation(self.hooks, self.index, "the end of forward")
+
+
+class RunCall(TorchFunctionMode):
+    """One run of a prepared or converted model on one thread."""
+
+    def __init__(self, token: ModelToken) -> None:
+        self.token = token
+        self.frame: Frame | None = None
+        self.counts: dict[int, int] = {}
+        self.mutations = 0
+        self.quantized_inputs: dict[int, tuple] = {}
+        self.input_tags: dict[int, Tag] = {}
+        self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
+
+    # Module I/O hooks
+
+    def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        previous, active.call = active.call, self
+        try:
+            with self:
+                if intercepted.state is None:
+                    return self._leave(self._leaf_alone(intercepted, args, kwargs))
+                self._tag_inputs(intercepted.state, args, kwargs)
+                return self._leave(self.enter(intercepted, args, kwargs))
+        finally:
+            active.call = previous
+
+    def _tag_inputs(self, state: AutoQuantizationState, args: tuple, kwargs: dict) -> None:
+        tags = state.input_tags()
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for leaf, tag in zip(leaves, tags, strict=False):
+            self.input_tags[id(leaf)] = tag
+
+    def _leave(self, output: Any) -> Any:
+        """What the outermost module returns: plain tensors in the user's own containers."""
+        with _disabled():
+            return tree_map(_untagged, output)
+
+    def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A module of the model is called."""
+        if self.log_hooks:
+            hook_log.debug("%s.__call__ start", intercepted.path or "<root>")
+        state = intercepted.state
+        if state is None or intercepted.row is not None and self.frame is not None:
+            with _disabled():
+                output = self._leaf(intercepted, args, kwargs)
+        else:
+            output = self._module(intercepted, state, args, kwargs)
+        if self.log_hooks:
+            hook_log.debug("%s.__call__ end", intercepted.path or "<root>")
+        return output
+
+    def _module(self, intercepted: InterceptedForward, state: AutoQuantizationState, args: tuple, kwargs: dict) -> Any:
+        count = self.counts.get(id(state), 0)
+        self.counts[id(state)] = count + 1
+        parent = self.frame
+        hooks = state.hooks(count)
+        if hooks is None:  # kept in float: the subtree runs as the user wrote it
+            with _disabled():
+                return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+        self.frame = Frame(state, hooks)
+        try:
+            if intercepted.row is not None:
+                with _disabled():
+                    output = self._leaf(intercepted, args, kwargs)
+            else:
+                output = intercepted.original(*args, **kwargs)
+            self.frame.finish()
+            return output
+        finally:
+            self.frame = parent
+
+    # Op hooks
+
+    def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        row = intercepted.row
+        if row is None or self.frame is None:
+            return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+        if row.role is Role.PASS:
+            if intercepted.module.training and row.name != "identity":
+                return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            return args[0] if args else next(iter(kwargs.values()))
+        return self.frame.next(row, intercepted.path).module(self, intercepted, args, kwargs)
+
+    def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A leaf called by itself, outside of the model."""
+        with _disabled():
+            hook = intercepted.token.home_hook(intercepted)
+            if hook is None:
+                return intercepted.original(*args, **kwargs)
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and hook.reads:
+                    self.input_tags[id(leaf)] = hook.reads[0].tag
+            return plain(hook.module(self, intercepted, args, kwargs, alone=True))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or _NO_KWARGS
+        spelling = FUNCTIONS.get(func)
+        if spelling is None:
+            return self._other(func, args, kwargs)
+        row = spelling.row
+        if row.role is Role.PASS:
+            return self._pass(func, row, args, kwargs)
+        if row.role is Role.FLOAT or not _has_float(args, kwargs):
+            return self._other(func, args, kwargs)
+        if self.log_hooks:
+            hook_log.debug("%s::%s.__torch_function__", self.frame.state.path or "<root>", row.name)
+        return self.frame.next(row, None).function(self, func, spelling, args, kwargs)
+
+    def _pass(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
+        subject = args[0] if args else kwargs.get("input")
+        if isinstance(subject, Lazy):
+            moved = moves.move(func, row, subject, args, kwargs)
+            if moved is not None:
+                return moved
+        elif type(subject) is Tensor and TAG in subject.__dict__:
+            output = func(*args, **kwargs)
+            tag = subject.__dict__[TAG]
+            for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+                if type(leaf) is Tensor:
+                    leaf.__dict__[TAG] = tag
+            return output
+        elif id(subject) in self.input_tags:
+            output = func(*args, **kwargs)
+            for leaf in tree_leaves(output):
+                if type(leaf) is Tensor and leaf is not subject:
+                    leaf.__dict__[TAG] = self.input_tags[id(subject)]
+            return output
+        return self._other(func, args, kwargs)
+
+    # Argument dequant hooks
+
+    def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if not reads_values(func):
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:  # composed of ops of the table, which must be seen one by one
+                return multi_head_attention_forward(*args, **kwargs)
+        written = None
+        if mutates(func) or "out" in kwargs:
+            self.mutations += 1
+            written = args[0] if args else None
+            if isinstance(written, Lazy) and not isinstance(written, Int8Tensor):
+                return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+            if isinstance(written, Int8Tensor):
+                value = written.float_value().clone()
+                func(value, *tree_map(plain, args[1:]), **tree_map(plain, kwargs))
+                written.become(value)
+                return written
+        if any(isinstance(a, (Lazy, list, tuple)) for a in args):
+            args = tree_map(plain, args)
+        if kwargs:
+            kwargs = tree_map(plain, kwargs)
+        output = func(*args, **kwargs)
+        if type(output) is Tensor:
+            if output.is_floating_point() and (TAG not in output.__dict__ or written is not None):
+                output.__dict__[TAG] = function_name(func)
+        elif isinstance(output, (tuple, list)):
+            for leaf in output:
+                if type(leaf) is Tensor and leaf.is_floating_point() and TAG not in leaf.__dict__:
+                    leaf.__dict__[TAG] = function_name(func)
+        return output
+
+    def tag_of(self, value: Tensor) -> Tag:
+        """Who made ``value``, a plain tensor."""
+        tag = value.__dict__.get(TAG)
+        return self.input_tags.get(id(value)) if tag is None else tag
+
+
+def _untagged(leaf: Any) -> Any:
+    if isinstance(leaf, Lazy):
+        leaf = leaf.float_value()
+    if type(leaf) is Tensor:
+        leaf.__dict__.pop(TAG, None)
+        leaf.__dict__.pop(INT8, None)
+    return leaf
+
+
+#: Attribute of a float tensor that caches its quantized elements.
+INT8 = "_dbrq_int8"
+
+
+def _has_float(args: tuple, kwargs: dict) -> bool:
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, Tensor):
+            if arg.dtype.is_floating_point:
+                return True
+        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor) and arg[0].dtype.is_floating_point:
+            return True
+    return False
+
+
+def unexpected_module_call(path: str, recorded: int) -> DeviationError:
+    return DeviationError(
+        "a module was called more often than in the watching run",
+        path=path,
+        expected=f"at most {recorded} call(s) in one run",
+        got=f"call number {recorded + 1}",
+        hint="pass example_inputs that take this path to prepare",
+    )

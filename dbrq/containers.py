@@ -1,0 +1,86 @@
+"""The one way to walk nested containers: what models take and return.
+
+``torch.utils._pytree`` takes subclasses of dict for leaves, and rebuilding loses attributes; here a
+container that held nothing to replace is returned as the same object, and others keep their class.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with every leaf replaced by ``fn(leaf)``; containers keep their class.
+
+    Lists, tuples, named tuples, mappings (also subclasses, such as ``ModelOutput``) and dataclass instances are
+    walked. A container in which no leaf changed is returned itself, not copied.
+
+    >>> tree_map(lambda leaf: leaf + 1, {"a": [1, (2, 3)]})
+    {'a': [2, (3, 4)]}
+    """
+    if isinstance(tree, (list, tuple)):
+        items = [tree_map(fn, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if isinstance(tree, list):
+            return _replaced(tree, lambda out: out.__setitem__(slice(None), items))
+        if hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return tuple(items) if type(tree) is tuple else type(tree)(items)
+    if isinstance(tree, Mapping):
+        values = {key: tree_map(fn, value) for key, value in tree.items()}
+        changed = {key: new for key, new in values.items() if new is not tree[key]}
+        if not changed:
+            return tree
+        if not hasattr(tree, "__setitem__"):
+            return type(tree)(values)  # type: ignore[call-arg]
+        return _replaced(tree, lambda out: [out.__setitem__(key, new) for key, new in changed.items()])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
+        changed = {name: new for name, old in fields.items() if (new := tree_map(fn, old)) is not old}
+        if not changed:
+            return tree
+        return _replaced(tree, lambda out: [object.__setattr__(out, name, new) for name, new in changed.items()])
+    return fn(tree)
+
+
+def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
+    out = copy.copy(tree)
+    change(out)
+    return out
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of ``tree``, in order.
+
+    >>> list(tree_leaves([1, {"a": (2, 3)}]))
+    [1, 2, 3]
+    """
+    leaves: list[Any] = []
+
+    def collect(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    tree_map(collect, tree)
+    return iter(leaves)
+
+
+def call_arguments(example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> tuple[tuple, dict]:
+    """What ``example_inputs`` means as a call: ``(args, kwargs)``.
+
+    A Mapping is keyword arguments (what a tokenizer returns), a tuple or list positional ones, anything else one
+    positional argument. A model that takes one dict or list positionally gets ``({...},)``.
+
+    >>> call_arguments([1, 2])
+    ((1, 2), {})
+    >>> call_arguments({"x": 1})
+    ((), {'x': 1})
+    """
+    extra = dict(example_kwargs or {})
+    if isinstance(example_inputs, Mapping):
+        return (), {**example_inputs, **extra}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), extra
+    return (example_inputs,), extra

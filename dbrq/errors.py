@@ -1,0 +1,74 @@
+"""Errors that tell the reader where, what was expected, what came, and what to do."""
+
+
+class QuantizationError(RuntimeError):
+    """Base class of every error dbrq raises on purpose.
+
+    Args:
+        message: what went wrong, in one sentence.
+        path: module path in the user's model, "" for the root.
+        op: name of the op as in the op table, such as ``"conv2d"``.
+        expected: what the library needed.
+        got: what it met instead.
+        hint: what the user can do about it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        op: str | None = None,
+        expected: object = None,
+        got: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message, self.path, self.op = message, path, op
+        self.expected, self.got, self.hint = expected, got, hint
+        lines = [message]
+        if path is not None:
+            lines.append(f"  module: {path or '<root>'}")
+        if op is not None:
+            lines.append(f"  op: {op}")
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if got is not None:
+            lines.append(f"  got: {got}")
+        if hint is not None:
+            lines.append(f"  what to do: {hint}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.message, self.path, self.op, self.expected, self.got, self.hint)
+
+
+def _rebuild(cls, message, path, op, expected, got, hint):
+    return cls(message, path=path, op=op, expected=expected, got=got, hint=hint)
+
+
+class ConfigurationError(QuantizationError):
+    """The arguments or the qconfig mapping cannot be used."""
+
+
+class CalibrationError(QuantizationError):
+    """Calibration data is missing, or contains NaN or infinity."""
+
+
+class NotCalibratedError(CalibrationError):
+    """``convert`` was called on a model that has observed nothing."""
+
+
+class DeviationError(QuantizationError):
+    """A run left the path that was recorded: other, fewer or more ops."""
+
+
+class KernelInputError(QuantizationError):
+    """Input whose rank, shape or dtype no kernel takes."""
+
+
+class RecipeError(QuantizationError):
+    """A recipe file is damaged or belongs to another model."""
+
+
+class LoadError(QuantizationError):
+    """A saved model is damaged, or of a version that cannot be read."""

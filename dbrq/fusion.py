@@ -1,0 +1,131 @@
+"""Which ops of a record fuse: decided after the fact, from everything that was seen to read each value.
+
+A value inside a fusion is quantized nowhere, so fusing changes speed and never numbers. One is fused behind another only if
+nothing else, quantizeable or not, reads what lies between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .containers import call_arguments
+from .kernels import SUPPORTED_POST_OPS
+from .mappings import Role
+from .record import Record, SeenOp, Step
+from .watch import watch
+
+
+def find_chains(record: Record, heads: list[SeenOp]) -> dict[int, list[SeenOp]]:
+    """The ops fused behind each head: index of the head in ``heads`` -> ops in order, empty ones left out.
+
+    ``heads`` are convolutions and linear layers that run in int8. The later of two heads gets an add they could share,
+    since by then the other's result exists.
+    """
+    taken: set[int] = set()
+    chains: dict[int, list[SeenOp]] = {}
+    for number in reversed(range(len(heads))):
+        chain = _chain(record, heads[number], taken)
+        taken.update(id(op) for op in chain)
+        if chain:
+            chains[number] = chain
+    return chains
+
+
+def _chain(record: Record, head: SeenOp, taken: set[int]) -> list[SeenOp]:
+    chain: list[SeenOp] = []
+    at = head
+    while (op := _only_reader(record, at)) is not None and id(op) not in taken and _fits(record, head, chain, at, op):
+        chain.append(op)
+        at = op
+    return chain
+
+
+def _only_reader(record: Record, op: SeenOp) -> SeenOp | None:
+    value = record.values[op.result.id]
+    if len(value.readers) != 1 or value.is_output or value.aliased_mutation or len(op.outputs) != 1:
+        return None
+    return value.readers[0]
+
+
+def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op: SeenOp) -> bool:
+    if op.row is None or op.index < 0 or record.values[op.result.id].aliased_mutation:
+        return False
+    roles = [step.row.role for step in chain if step.row is not None]
+    assert head.row is not None
+    if op.row.role is Role.NORM:
+        return not chain and _folds(head, op)
+    if op.qconfig is None:
+        return False
+    if op.row.name == "add":
+        return set(roles) <= {Role.NORM} and head.row.ndim in (0, 2) and _is_sum(record, before, op)
+    if op.row.role is Role.ACTIVATION:
+        if Role.ACTIVATION in roles:
+            return False
+        post_op = op.row.post_op(op.constants) if op.row.post_op is not None else None
+        allowed = {"relu"} if Role.ELEMENTWISE in roles else SUPPORTED_POST_OPS[head.row.ndim]
+        return post_op is not None and post_op.name in allowed
+    return False
+
+
+def _folds(head: SeenOp, norm: SeenOp) -> bool:
+    """Whether the batch norm is over the head's output channels, with statistics that belong to the model."""
+    mean, variance = norm.norm[:2]
+    channels = head.result.shape[1] if head.row.ndim else head.result.shape[-1]  # type: ignore[union-attr]
+    over_channels = bool(head.row.ndim) or len(head.result.shape) == 2  # type: ignore[union-attr]
+    return (
+        mean is not None and variance is not None and over_channels and mean.shape == (channels,)
+        and not norm.constants[5] and norm.pad is None
+        and len(head.result.shape) == (head.row.ndim or 0) + 2  # type: ignore[union-attr]
+    )  # fmt: skip
+
+
+def _is_sum(record: Record, before: SeenOp, op: SeenOp) -> bool:
+    """Whether ``op`` adds one other float tensor of the same shape."""
+    if op.constants[2] != 1 or len(op.activations) != 2:
+        return False
+    own = before.result
+    others = [record.values[vid].info for _, vid in op.activations if vid != own.id]
+    return len(others) == 1 and others[0].shape == own.shape and others[0].dtype is torch.float32 and not others[0].constant
+
+
+def step_of(op: SeenOp, before: SeenOp) -> Step:
+    """One fused op, without its other operand's reading, which placement decides."""
+    assert op.row is not None
+    other_slot = None
+    if op.row.name == "add":
+        other_slot = next(slot for slot, vid in op.activations if vid != before.result.id)
+    eps = op.constants[7] if op.row.role is Role.NORM else 0.0
+    return Step(op.row, op.constants, op.result.id, op.norm, eps, None, other_slot)
+
+
+def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: Any = None) -> list[list[str]]:
+    """Paths of the modules that fuse, in the form that ``torch.ao.quantization.fuse_modules`` takes.
+
+    Args:
+        model: a float model; it is neither run nor changed.
+        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+
+    >>> find_fusions(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU()), torch.zeros(1, 1, 4, 4))
+    [['0', '1', '2']]
+    """
+    args, kwargs = call_arguments(example_inputs, example_kwargs)
+    record = watch(model, args, kwargs)
+    heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]  # type: ignore[union-attr]
+    for op in record.hooked():
+        op.qconfig = op.qconfig or _ANY
+    found = []
+    for number, chain in sorted(find_chains(record, heads).items()):
+        group = [heads[number]]
+        for op in chain:
+            if op.module is None or op.row.name not in ("batch_norm", "relu"):  # type: ignore[union-attr]
+                break
+            group.append(op)
+        if len(group) > 1 and heads[number].module is not None and all(op.occurrence == 0 for op in group):
+            found.append([op.module for op in group if op.module is not None])
+    return found
+
+
+_ANY: Any = object()

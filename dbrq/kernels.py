@@ -1,0 +1,427 @@
+"""The door to the int8 kernels: the only module that calls ``torch.ops.onednn`` and its relatives.
+
+Some of those ops corrupt memory or answer silently wrong when misused (docs/kernels.md), so every function here checks
+shapes, dtypes and layouts before it calls one. Activations are ``uint8``, weights ``int8`` and symmetric.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import KernelInputError
+
+# 1.5 * 2**23: a float32 of this size has a spacing of one, so adding it rounds half to even, in the same pass.
+_ROUND = 12582912.0
+# Above this many elements, padding the input by hand costs more than the weights' reorder that it saves.
+_PAD_BY_HAND_BELOW = 400_000
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one activation is quantized: ``real = (q - zero_point) * scale``, ``q`` a uint8 in ``[quant_min, quant_max]``."""
+
+    scale: float
+    zero_point: int
+    quant_min: int = 0
+    quant_max: int = 255
+
+    def __str__(self) -> str:
+        bits = "" if (self.quant_min, self.quant_max) == (0, 255) else f", [{self.quant_min}, {self.quant_max}]"
+        return f"scale={self.scale:.6g}, zero_point={self.zero_point}{bits}"
+
+    @functools.cached_property
+    def _constants(self) -> tuple[Tensor, float, Tensor]:
+        """Zero-dim tensors, which the two-operand form of ``torch.add`` takes without a pass of their own."""
+        return (
+            torch.tensor(_ROUND + self.zero_point, dtype=torch.float32),
+            1.0 / self.scale,
+            torch.tensor(-self.zero_point * self.scale, dtype=torch.float32),
+        )
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in self.__dict__.items() if k != "_constants"}
+
+
+@dataclass(frozen=True)
+class PostOp:
+    """An element-wise function fused behind a convolution or linear layer, in the kernels' own words."""
+
+    name: str = "none"
+    args: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+NO_POST_OP = PostOp()
+#: Post-ops the stock kernels take, by number of spatial dimensions (0 is linear).
+SUPPORTED_POST_OPS: dict[int, frozenset[str]] = {
+    0: frozenset({"none", "relu", "leaky_relu", "tanh", "gelu", "hardtanh", "hardswish", "swish"}),
+    1: frozenset({"none", "relu"}),
+    2: frozenset({"none", "relu", "hardtanh", "hardswish", "swish"}),
+    3: frozenset({"none"}),
+}
+
+
+@functools.cache
+def has_exact_int8_dot() -> bool:
+    """Whether u8 x s8 products accumulate exactly on this CPU (VNNI or AMX).
+
+    Without VNNI pairs of products saturate at 16 bits. Asked of the kernel itself rather than of CPU flags, since
+    that is what matters: 255 * 127 * 2 does not fit 16 bits.
+    """
+    k = 64
+    x = torch.full((4, k), 255, dtype=torch.uint8)
+    weight = torch.full((16, k), 127, dtype=torch.int8)
+    packed = PackedLinear(weight, torch.ones(16), None)
+    return bool((packed(x, QParams(1.0, 0)) == 255.0 * 127.0 * k).all())
+
+
+def quantize(x: Tensor, qparams: QParams) -> Tensor:
+    """float32 of any shape -> uint8, rounding half to even."""
+    shift, inverse, _ = qparams._constants
+    shifted = torch.add(shift, x, alpha=inverse)
+    shifted.clamp_(_ROUND + qparams.quant_min, _ROUND + qparams.quant_max)
+    return shifted.view(torch.int32).to(torch.uint8)
+
+
+def dequantize(q: Tensor, qparams: QParams) -> Tensor:
+    """uint8 -> float32."""
+    if qparams.zero_point == 0:
+        return q.to(torch.float32).mul_(qparams.scale)
+    return q.to(torch.float32).sub_(qparams.zero_point).mul_(qparams.scale)
+
+
+def requantize(q: Tensor, old: QParams, new: QParams) -> Tensor:
+    """uint8 with qparams ``old`` -> uint8 with qparams ``new``."""
+    return q if old == new else quantize(dequantize(q, old), new)
+
+
+def quantize_weight(weight: Tensor, scale: Tensor, axis: int | None, quant_min: int, quant_max: int) -> Tensor:
+    """float32 weight -> int8, symmetric; ``scale`` has one element, or one per index of ``axis``."""
+    return torch.clamp(torch.round(weight / along(scale, axis, weight.dim())), quant_min, quant_max).to(torch.int8)
+
+
+def along(values: Tensor, axis: int | None, ndim: int) -> Tensor:
+    """A vector shaped so that it broadcasts along ``axis`` of an ``ndim``-dimensional tensor."""
+    if axis is None:
+        return values.reshape(())
+    return values.reshape([-1 if i == axis else 1 for i in range(ndim)])
+
+
+def _pad_zero_point(q: Tensor, pads: Sequence[int], zero_point: int) -> Tensor:
+    """Pads the last ``len(pads)`` dims on both sides; keeps channels_last, where ``F.pad`` would be slow."""
+    shape = list(q.shape)
+    first = q.dim() - len(pads)
+    for i, pad in enumerate(pads):
+        shape[first + i] += 2 * pad
+    format_ = torch.channels_last if q.dim() == 4 else torch.contiguous_format
+    out = torch.empty(shape, dtype=torch.uint8, memory_format=format_).fill_(zero_point)
+    inner = out
+    for i, pad in enumerate(pads):
+        inner = inner.narrow(first + i, pad, q.shape[first + i])
+    inner.copy_(q)
+    return out
+
+
+class PackedConv:
+    """An int8 convolution, ready to run: conv1d, conv2d or conv3d by the rank of ``weight``.
+
+    Args:
+        weight: int8 ``[out, in / groups, *kernel]``.
+        scale: float32 ``[out]``, one per output channel.
+        bias: float32 ``[out]`` or None.
+        stride, padding, dilation: one int per spatial dimension.
+        groups: as in ``torch.nn.Conv2d``.
+
+    Safe to call from several threads: what is derived is rebuilt whole and assigned once.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> None:
+        _require(weight.dtype is torch.int8 and weight.dim() in (3, 4, 5), "conv", "an int8 weight of rank 3 to 5", weight)
+        self.ndim = weight.dim() - 2
+        self.weight = weight.contiguous()
+        self.scale = scale.to(torch.float32).contiguous()
+        self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self.stride, self.padding, self.dilation = list(stride), list(padding), list(dilation)
+        self.groups = groups
+        self.kernel = list(weight.shape[2:])
+        self.in_channels = weight.shape[1] * groups
+        self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
+        self._packed: dict[tuple, Tensor] = {}
+        self._shifted_bias: dict[tuple[float, int], Tensor] = {}
+        self._shapes: dict[torch.Size, torch.Size] = {}
+
+    def output_shape(self, shape: torch.Size) -> torch.Size:
+        """Shape of the result for an input of ``shape`` ``[batch, in, *spatial]``; raises for what no kernel takes."""
+        known = self._shapes.get(shape)
+        if known is not None:
+            return known
+        if len(shape) != self.ndim + 2 or shape[1] != self.in_channels:
+            raise KernelInputError(
+                f"conv{self.ndim}d cannot take this input",
+                expected=f"[batch, {self.in_channels}, {self.ndim} spatial dims]",
+                got=tuple(shape),
+                hint="pass the shape the layer was built for",
+            )
+        spatial = [
+            (size + 2 * pad - dil * (k - 1) - 1) // step + 1
+            for size, pad, dil, k, step in zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
+        ]
+        if min(spatial, default=1) <= 0:
+            raise KernelInputError(
+                f"conv{self.ndim}d: the input is smaller than the kernel",
+                expected=f"spatial sizes of at least the kernel {self.kernel} after padding {self.padding}",
+                got=tuple(shape),
+            )
+        result = torch.Size([shape[0], self.weight.shape[0], *spatial])
+        if len(self._shapes) > 256:
+            self._shapes.clear()
+        self._shapes[shape] = result
+        return result
+
+    def __call__(
+        self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
+    ) -> Tensor:
+        """uint8 input -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
+        _require(q.dtype is torch.uint8, "conv", "a uint8 tensor", q)
+        self.output_shape(q.shape)
+        q, zero_point, packed, bias, padding = self._operands(q, qparams)
+        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+        result = torch.ops.onednn.qconv_pointwise.default(
+            q, qparams.scale, zero_point, packed, self.scale, self._zero_points, bias,
+            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            post_op.name, list(post_op.args), post_op.algorithm,
+        )  # fmt: skip
+        return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
+
+    def add_(
+        self, q: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool, out: QParams | None
+    ) -> Tensor:
+        """conv2d(q) + accumulator [+ relu], written over ``accumulator``, which must be the caller's own.
+
+        ``accumulator`` is uint8 with qparams ``accumulated`` and the result uint8 with ``out``; or both are float32.
+        """
+        _require(self.ndim == 2, "conv + sum", "a conv2d", q)
+        _require(q.dtype is torch.uint8, "conv + sum", "a uint8 tensor", q)
+        shape = self.output_shape(q.shape)
+        _require(accumulator.shape == shape, "conv + sum", f"an accumulator of shape {tuple(shape)}", accumulator)
+        dtype = torch.float32 if accumulated is None else torch.uint8
+        _require(accumulator.dtype is dtype and (accumulated is None) == (out is None), "conv + sum", f"{dtype}", accumulator)
+        accumulator = accumulator.contiguous(memory_format=torch.channels_last)
+        q, zero_point, packed, bias, padding = self._operands(q, qparams)
+        scale, zero = (1.0, 0) if out is None else (out.scale, out.zero_point)
+        acc_scale, acc_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
+        result = torch.ops.onednn.qconv2d_pointwise.binary(
+            q, qparams.scale, zero_point, packed, self.scale, self._zero_points, accumulator, bias,
+            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            acc_scale, acc_zero, "sum", 1.0, "relu" if relu else "none", [], "",
+        )  # fmt: skip
+        return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
+
+    def _operands(self, q: Tensor, qparams: QParams) -> tuple[Tensor, int, Tensor, Tensor | None, list[int]]:
+        """Input, zero point, packed weight, bias and padding as the kernel is best given them.
+
+        A zero point other than 0 makes the kernel reorder its weights at every call. Without padding its effect is a
+        constant per output channel, so it goes into the bias; with padding the input is first padded by hand.
+        """
+        if self.ndim == 2:
+            q = q.contiguous(memory_format=torch.channels_last)
+        zero_point, padding = qparams.zero_point, self.padding
+        if zero_point == 0:
+            return q, 0, self._pack(padding), self.bias, padding
+        if any(padding):
+            if q.numel() > _PAD_BY_HAND_BELOW:
+                return q, zero_point, self._pack(padding), self.bias, padding
+            q = _pad_zero_point(q, padding, zero_point)
+            padding = [0] * self.ndim
+        return q, 0, self._pack(padding), self._bias_with_zero_point(qparams), padding
+
+    def _pack(self, padding: list[int]) -> Tensor:
+        key = tuple(padding)
+        packed = self._packed.get(key)
+        if packed is None:
+            packed = torch.ops.onednn.qconv_prepack(
+                self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, None
+            )
+            self._packed[key] = packed
+        return packed
+
+    def _bias_with_zero_point(self, qparams: QParams) -> Tensor:
+        key = (qparams.scale, qparams.zero_point)
+        bias = self._shifted_bias.get(key)
+        if bias is None:
+            sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
+            shift = sums * (-qparams.scale * qparams.zero_point)
+            bias = (shift if self.bias is None else shift + self.bias).to(torch.float32)
+            if len(self._shifted_bias) > 64:
+                self._shifted_bias.clear()
+            self._shifted_bias[key] = bias
+        return bias
+
+
+class PackedLinear:
+    """An int8 linear layer, ready to run.
+
+    Args:
+        weight: int8 ``[out, in]``.
+        scale: float32 ``[out]`` or ``[1]``.
+        bias: float32 ``[out]`` or None.
+    """
+
+    ndim = 0
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        _require(weight.dtype is torch.int8 and weight.dim() == 2, "linear", "an int8 weight of rank 2", weight)
+        self.weight_shape = weight.shape
+        self.scale = scale.to(torch.float32).contiguous()
+        self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self._zero_points = torch.zeros(self.scale.numel(), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+
+    def output_shape(self, shape: torch.Size) -> torch.Size:
+        """Shape of the result for an input of ``shape`` ``[..., in]``; raises for what no kernel takes."""
+        if len(shape) < 1 or shape[-1] != self.weight_shape[1]:
+            raise KernelInputError(
+                "linear cannot take this input", expected=f"[..., {self.weight_shape[1]}]", got=tuple(shape)
+            )
+        return shape[:-1] + self.weight_shape[:1]
+
+    def __call__(
+        self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
+    ) -> Tensor:
+        """uint8 input ``[..., in]`` -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
+        _require(q.dtype is torch.uint8, "linear", "a uint8 tensor", q)
+        shape = self.output_shape(q.shape)
+        q = q.contiguous()
+        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+        result = torch.ops.onednn.qlinear_pointwise.default(
+            q if q.dim() > 1 else q.unsqueeze(0), qparams.scale, qparams.zero_point, self._packed, self.scale,
+            self._zero_points, self.bias, scale, zero, dtype, post_op.name, list(post_op.args), post_op.algorithm,
+        )  # fmt: skip
+        if out is not None and out.quant_max != 255:
+            result.clamp_(out.quant_min, out.quant_max)
+        return result if q.dim() > 1 else result.reshape(shape)
+
+    def add_(self, q: Tensor, qparams: QParams, accumulator: Tensor, relu: bool) -> Tensor:
+        """linear(q) + accumulator [+ relu], written over the float32 ``accumulator``, which must be the caller's own."""
+        _require(q.dtype is torch.uint8, "linear + sum", "a uint8 tensor", q)
+        shape = self.output_shape(q.shape)
+        _require(
+            accumulator.shape == shape and accumulator.dtype is torch.float32 and accumulator.is_contiguous(),
+            "linear + sum", f"a contiguous float32 accumulator of shape {tuple(shape)}", accumulator,
+        )  # fmt: skip
+        if q.dim() == 1:
+            return self.add_(q.unsqueeze(0), qparams, accumulator.unsqueeze(0), relu).squeeze(0)
+        return torch.ops.onednn.qlinear_pointwise.binary(
+            q.contiguous(), qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, accumulator,
+            self.bias, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "relu" if relu else "none", [], "",
+        )  # fmt: skip
+
+
+def weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 ``[..., in]`` times int8 ``[out, in]`` with a scale per output; the activation is not quantized."""
+    _require(x.dtype is torch.float32 and x.shape[-1] == weight.shape[1], "linear", f"float32 [..., {weight.shape[1]}]", x)
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+    out = F.linear(flat, weight.to(torch.float32)) * scale
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def max_pool(q: Tensor, ndim: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+             dilation: Sequence[int], ceil_mode: bool) -> Tensor:  # fmt: skip
+    """Max pooling of a batched uint8 tensor, on the integers; 1, 2 or 3 spatial dimensions."""
+    _require(q.dtype is torch.uint8 and q.dim() == ndim + 2, f"max_pool{ndim}d", f"uint8 of rank {ndim + 2}", q)
+    _require(min(q.shape) > 0, f"max_pool{ndim}d", "a tensor that is not empty", q)
+    for k, p in zip(kernel, padding, strict=True):
+        if not 0 <= p <= k // 2:
+            raise KernelInputError("padding of a max pool must be at most half its kernel", got=f"kernel {k}, padding {p}")
+    if ndim == 2:
+        return torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
+    if ndim == 1:
+        out = max_pool(q.unsqueeze(2), 2, [1, *kernel], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
+        return out.squeeze(2)
+    # No integer kernel for three dimensions: uint8 is exact in float32, so pooling there loses nothing.
+    pooled = F.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
+    return pooled.to(torch.uint8)
+
+
+def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
+    """Batched ``a @ b`` of two uint8 tensors with equal batch dimensions -> float32, exact until the last scaling.
+
+    ``aten::_int_mm`` wants s8 on the right: shifting u8 by 128 changes the zero point only.
+    """
+    _require(a.dtype is torch.uint8 and a.dim() >= 2, "matmul", "uint8 of rank 2 or more", a)
+    _require(b.dtype is torch.uint8 and b.dim() >= 2 and a.shape[-1] == b.shape[-2], "matmul", "matching inner sizes", b)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    left = a.expand(*batch, m, k).reshape(-1, m, k)
+    right = (b ^ 128).view(torch.int8).expand(*batch, k, n).reshape(-1, k, n)
+    out = torch.empty(left.shape[0], m, n, dtype=torch.int32)
+    for i in range(left.shape[0]):
+        torch._int_mm(left[i], right[i], out=out[i])
+    za, zb = qa.zero_point, qb.zero_point - 128
+    result = out.to(torch.float32)
+    if za:
+        result.sub_(right.sum(1, keepdim=True, dtype=torch.int32).to(torch.float32), alpha=za)
+    if zb:
+        result.sub_(left.sum(2, keepdim=True, dtype=torch.int32).to(torch.float32), alpha=zb)
+    return result.add_(float(za * zb * k)).mul_(qa.scale * qb.scale).reshape(*batch, m, n)
+
+
+def dynamic_qparams(x: Tensor, reduce_range: bool) -> QParams:
+    """qparams of a float tensor from its own minimum and maximum, as dynamic quantization uses them."""
+    low, high = (v.item() for v in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+    low, high = min(low, 0.0), max(high, 0.0)
+    top = 127 if reduce_range else 255
+    scale = (high - low) / top
+    if not scale > 1e-12:  # constant zero, or NaN
+        return QParams(1.0, 0, 0, top)
+    return QParams(scale, min(top, max(0, round(-low / scale))), 0, top)
+
+
+def pad_mode(q: Tensor, pads: Sequence[int], mode: str) -> Tensor:
+    """``F.pad`` with mode "circular", "reflect" or "replicate" for tensors of any dtype, by indexing.
+
+    ``pads`` is in ``F.pad``'s order: last dimension first, two numbers each.
+    """
+    for i, (left, right) in enumerate(itertools.batched(pads, 2) if hasattr(itertools, "batched") else zip(pads[::2], pads[1::2])):
+        dim = q.dim() - 1 - i
+        size = q.shape[dim]
+        if not (left or right):
+            continue
+        index = torch.arange(-left, size + right)
+        if mode == "circular":
+            index = index % size
+        elif mode == "replicate":
+            index = index.clamp(0, size - 1)
+        else:
+            if max(left, right) >= size:
+                raise KernelInputError("reflect padding must be smaller than the input", got=f"padding {(left, right)}, size {size}")
+            index = (size - 1) - ((size - 1) - index.abs()).abs()
+        q = q.index_select(dim, index)
+    return q
+
+
+def with_quant_range(qparams: QParams, quant_min: int, quant_max: int) -> QParams:
+    return replace(qparams, quant_min=quant_min, quant_max=quant_max)
+
+
+def _require(condition: bool, op: str, expected: str, got: Tensor) -> None:
+    if not condition:
+        raise KernelInputError(
+            f"{op}: no kernel takes this tensor", op=op, expected=expected, got=f"{got.dtype} {tuple(got.shape)}"
+        )

@@ -1,0 +1,82 @@
+"""Ops that only move elements, on int8 values: they work on the integers, and qparams pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .containers import tree_map
+from .kernels import pad_mode
+from .mappings import DROPOUTS, FUNCTIONS, OpRow
+from .tensors import Int8Tensor, Int8Weight, Lazy
+
+_SAME = frozenset({"identity", "contiguous", *DROPOUTS})
+# Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
+_RESHAPED = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as, "ravel": torch.Tensor.flatten}
+
+
+def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:
+    """``func`` on an int8 activation or weight; None where only float elements will do."""
+    if row.name == "to":
+        return subject if _keeps_float32(func, args, kwargs) else None
+    if isinstance(subject, Int8Weight):
+        if row.name in _SAME:
+            return subject if row.name == "contiguous" and subject.is_contiguous() else None
+        return subject if row.name in ("detach", "data") else subject.moved(func, args[1:], kwargs)
+    if not isinstance(subject, Int8Tensor):
+        return None
+    if row.name in DROPOUTS:
+        bound = FUNCTIONS[func].bind(args, kwargs)
+        return None if bound[2] and bound[1] else subject
+    if row.name in _SAME:
+        return subject
+    if subject.data_u8 is None:
+        return None
+    if row.name == "clone":
+        return Int8Tensor(subject.shape, subject.data_u8, subject.qparams)
+    if row.name == "data":
+        return subject.view_as_moved(subject.data_u8)
+    if row.name == "pad":
+        return _pad(subject, *FUNCTIONS[func].bind(args, kwargs)[1:])
+    if row.name == "view" and args[1:] and isinstance(args[1], torch.dtype):
+        return None
+    return _on_integers(func, row, subject, args, kwargs)
+
+
+def _on_integers(func: Callable, row: OpRow, subject: Int8Tensor, args: tuple, kwargs: dict) -> Any:
+    rest, kwargs = tree_map(_shape_donor, (args[1:], kwargs))
+    if kwargs.get("input") is not None:
+        kwargs = {k: v for k, v in kwargs.items() if k != "input"}
+    result = _RESHAPED.get(row.name, func)(subject.data_u8, *rest, **kwargs)
+    return tree_map(lambda leaf: subject.view_as_moved(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _shape_donor(leaf: Any) -> Any:
+    """Other int8 values take part only as a shape to follow."""
+    if isinstance(leaf, Int8Tensor):
+        return leaf.data_u8 if leaf.data_u8 is not None else leaf.float_value()
+    return leaf.float_value() if isinstance(leaf, Lazy) else leaf
+
+
+def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8Tensor | None:
+    if mode != "constant":
+        return subject.view_as_moved(pad_mode(subject.data_u8, tuple(pads), mode))
+    if value:  # only zero is sure to be representable
+        return None
+    return subject.view_as_moved(F.pad(subject.data_u8, tuple(pads), value=subject.qparams.zero_point))
+
+
+def _keeps_float32(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a ``.to``, ``.float`` or ``.type_as`` leaves a float32 CPU tensor as it is."""
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.dtype) and value is not torch.float32:
+            return False
+        if isinstance(value, Tensor) and (value.dtype is not torch.float32 or value.device.type != "cpu"):
+            return False
+        if isinstance(value, (str, torch.device)) and torch.device(value).type != "cpu":
+            return False
+    return True

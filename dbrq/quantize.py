@@ -1,0 +1,389 @@
+"""prepare, calibrate, convert: from the user's model to the same model with int8 inside."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attachment import attach, state_of
+from .auto_trace import InterceptedForward, ModelToken, active
+from .containers import call_arguments
+from .errors import ConfigurationError, NotCalibratedError, QuantizationError
+from .kernels import QParams
+from .mappings import Role, is_torch_leaf, leaf_row
+from .observers import observed
+from .placement import Placement
+from .qconfigs import QConfigResolver, as_mapping
+from .quantization_state import AutoQuantizationState, Hook
+from .record import Record, SeenOp
+from .recurrent import recurrent_weights
+from .watch import watch
+from .weights import convert_recurrent, convert_weights
+
+
+class QuantizedModelToken(ModelToken):
+    """What the intercepted modules of one prepared or converted model share.
+
+    Attributes:
+        record: the watching run.
+        placement: the decisions made from it; dropped at conversion.
+        observers: value key -> observer; each is registered in the state that reads the value first.
+        observing: (op path, value id) of each observation.
+        weight_axes: canonical place of each int8 weight -> axis of its scales.
+        states: module path -> state.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__("observe")
+        self.record = record
+        self.fuse = True
+        self.observers: dict[int, nn.Module] = {}
+        self.observing: set[tuple[str, int]] = set()
+        self.fixed_qparams: dict[int, QParams] = {}
+        self.weight_axes: dict[tuple[str, str], int | None] = {}
+        self.states: dict[str, AutoQuantizationState] = {}
+        self.runs = 0
+
+    def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        output = super().start(intercepted, args, kwargs)
+        if self.phase == "observe":
+            self.runs += 1
+        return output
+
+    def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
+        """The hook of the first op recorded for a leaf module."""
+        for op in self.record.hooked():
+            if op.module == intercepted.path:
+                hooks = self.states[op.owner].hooks(op.call)
+                return hooks[op.index] if hooks is not None else None
+        return None
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Any = (),
+    qconfig_mapping: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    inplace: bool = False,
+    fuse: bool = True,
+    non_traceable_module_classes: Sequence[type[nn.Module]] = (),
+) -> nn.Module:
+    """Watch one run of ``model`` and return a copy that observes what its int8 ops will read.
+
+    Args:
+        model: any float module on the CPU. It is not changed unless ``inplace``.
+        example_inputs: a tensor, a tuple or list of positional arguments, or a Mapping of keyword arguments. They are
+            copied, run once in eval mode under ``no_grad``, and not observed.
+        qconfig_mapping: None for the default recipe, else ``QConfig`` or ``QConfigMapping`` of ``torch.ao.quantization``.
+        example_kwargs: keyword arguments beside ``example_inputs``.
+        inplace: prepare the model itself, not a copy.
+        fuse: whether batch norms, activations and adds fuse into the convolution or linear layer before them.
+        non_traceable_module_classes: classes not to look into; their modules stay float.
+
+    Returns:
+        A model of the same type. Run data through it (or use ``calibrate``), then ``convert`` it.
+
+    Raises:
+        ConfigurationError: the model, the mapping or the inputs cannot be used.
+
+    >>> prepared = prepare(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
+    >>> type(prepared) is nn.Sequential
+    True
+    """
+    _check_model(model)
+    mapping = as_mapping(qconfig_mapping)
+    args, kwargs = call_arguments(example_inputs, example_kwargs)
+    opaque = tuple(non_traceable_module_classes)
+    if not all(isinstance(c, type) for c in opaque):
+        raise ConfigurationError("non_traceable_module_classes takes classes", got=opaque)
+    record = watch(model, args, kwargs, opaque)
+    target = model if inplace else _copied(model)
+    modules = dict(target.named_modules())
+    QConfigResolver(mapping, modules).assign(record)
+    token = QuantizedModelToken(record)
+    token.fuse = fuse
+    _attach(target, token, modules, opaque)
+    place(token, {})
+    return target
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError("prepare takes a module", expected="torch.nn.Module", got=type(model).__name__)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigurationError("a ScriptModule has no Python forward to watch", hint="pass the module it was made from")
+    for path, module in model.named_modules():
+        if state_of(module) is not None:
+            raise ConfigurationError("the model is already prepared or converted", path=path, hint="prepare the float model")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ConfigurationError("dbrq runs on the CPU", path=name, expected="cpu", got=tensor.device, hint="model.cpu()")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ConfigurationError(f"the model cannot be deep-copied: {error}", got=type(model).__name__,
+                                 hint="make it copyable, or pass inplace=True") from error  # fmt: skip
+
+
+def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn.Module], opaque: tuple) -> None:
+    """States and intercepted forwards on every module that is seen by itself."""
+    hidden: list[str] = []
+    for path, module in modules.items():
+        if any(path.startswith(h + ".") for h in hidden):
+            continue
+        intercepted = InterceptedForward(module, path, token)
+        if isinstance(module, opaque):
+            hidden.append(path)
+            module.__dict__["forward"] = intercepted
+            if module is target:
+                _add_state(token, intercepted, modules)
+            continue
+        found = leaf_row(module)
+        if found is not None:
+            intercepted.row, intercepted.attributes = found
+        elif is_torch_leaf(module) and module is not target:
+            continue
+        if found is None or module is target:
+            _add_state(token, intercepted, modules)
+        if type(module).forward is not nn.Module.forward or "forward" in module.__dict__:
+            module.__dict__["forward"] = intercepted
+
+
+def _add_state(token: QuantizedModelToken, intercepted: InterceptedForward, modules: dict[str, nn.Module]) -> None:
+    calls = token.record.calls.get(intercepted.path, [])
+    used = {p: m for op in (o for c in calls for path in c.paths for o in path) for p, m in _modules_of(op, modules).items()}
+    state = AutoQuantizationState(intercepted.path, token, calls, used)
+    intercepted.state = state
+    token.states[intercepted.path] = state
+    attach(intercepted.module, state)
+
+
+def _modules_of(op: SeenOp, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules whose parameters an op may need: its own, its weight's, and those of the batch norm behind it."""
+    paths = {r.path for r in (op.weight, op.bias, *op.norm) if r is not None} | ({op.module} if op.module else set())
+    return {path: modules[path] for path in paths}
+
+
+def place(token: QuantizedModelToken, forced: dict[int, str]) -> None:
+    """Decide where values are quantized, and put an observer where each is first read."""
+    placement = Placement(token.record, token.fuse, forced)
+    modules = {p: m for state in token.states.values() for p, m in state.modules_by_path.items()}
+    token.observers, token.observing = {}, set()
+    for state in token.states.values():
+        state.observers = nn.ModuleDict()
+        state.weight_fake_quants = nn.ModuleDict()
+        state._hooks = {}
+    for vid, op in placement.observed.items():
+        key = placement.key(vid)
+        if key not in token.observers:
+            token.observers[key] = placement.observer_qconfig(vid, op).activation()
+            token.states[op.owner].observers[str(key)] = token.observers[key]
+        token.observing.add((op.path, vid))
+    for op in token.record.hooked():
+        state = token.states[op.owner]
+        for step in op.decision.chain:
+            for ref in step.norm:
+                if ref is not None:
+                    state.modules_by_path[ref.path] = modules[ref.path]
+        if op.decision.precision == "int8" and op.weight is not None and op.decision.mode == "static" and op.qconfig:
+            weight = op.qconfig.weight()
+            if hasattr(weight, "fake_quant_enabled"):
+                state.weight_fake_quants[op.path.replace(".", "_")] = weight
+
+
+def calibrate(
+    prepared: nn.Module,
+    data: Iterable[Any],
+    *,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+    unpack: Callable[[Any], Any] | None = None,
+) -> nn.Module:
+    """Run ``data`` through a prepared model, under ``no_grad``.
+
+    Args:
+        prepared: what ``prepare`` returned.
+        data: items as ``example_inputs`` are given to ``prepare``.
+        max_batches: stop after that many.
+        progress: show a bar (needs tqdm); None means: if stderr is a terminal.
+        unpack: maps an item first, say to drop labels.
+
+    Returns:
+        ``prepared``.
+
+    Raises:
+        CalibrationError: NaN or infinity in a value to quantize.
+        DeviationError: an item takes another path than the example did.
+    """
+    _token_of(prepared, "observe", "calibrate")
+    items = data if max_batches is None else _first(data, max_batches)
+    with torch.no_grad():
+        for item in _with_progress(items, progress):
+            args, kwargs = call_arguments(item if unpack is None else unpack(item))
+            prepared(*args, **kwargs)
+    return prepared
+
+
+def _first(data: Iterable[Any], count: int) -> Iterable[Any]:
+    for number, item in enumerate(data):
+        if number >= count:
+            return
+        yield item
+
+
+def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+    if progress is None:
+        progress = sys.stderr is not None and sys.stderr.isatty()
+    if not progress:
+        return data
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return data
+    return tqdm(data, desc="calibrating", unit="batch", leave=False)
+
+
+def _token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if state is None or state.token.phase != phase:
+        wanted = "a model that prepare returned" if phase == "observe" else "a model that convert returned"
+        got = "a float model" if state is None else f"a model in phase {state.token.phase!r}"
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+        raise ConfigurationError(f"cannot {doing} this model", expected=wanted, got=got)
+    return state.token
+
+
+def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False) -> nn.Module:
+    """Put int8 weights and kernels in place of what was observed.
+
+    Args:
+        prepared: a prepared and calibrated (or trained) model. It is not changed unless ``inplace``.
+        inplace: convert the model itself, not a copy.
+        strict: an op that reads another value than was recorded raises, instead of running in float with a warning.
+
+    Returns:
+        A model of the same type, whose Python is the user's and whose kernels are int8. What could not be quantized
+        says why in ``report``.
+
+    Raises:
+        NotCalibratedError: a value to quantize was never observed.
+    """
+    _token_of(prepared, "observe", "convert")
+    target = prepared if inplace else copy.deepcopy(prepared)
+    token = _token_of(target, "observe", "convert")
+    qparams = _all_qparams(token)
+    modules = dict(target.named_modules())
+    with torch.inference_mode(False), torch.no_grad():
+        _convert_weights(token, modules)
+        for state in token.states.values():
+            keys = {key for op in state.ops() for key in _keys(op)}
+            state.keep_qparams({key: qparams[key] for key in sorted(keys)})
+            state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
+    token.observers, token.observing = {}, set()
+    token.phase, token.strict = "int8", strict
+    for parameter in target.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    target.eval()
+    return target
+
+
+def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) -> None:
+    def fake_quant(op: SeenOp) -> nn.Module | None:
+        held = token.states[op.owner].weight_fake_quants
+        name = op.path.replace(".", "_")
+        return held[name] if name in held and observed(held[name]) else None
+
+    token.weight_axes = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
+    for path in {op.module for op in token.record.hooked() if op.row.role is Role.RECURRENT and op.decision.precision == "int8"}:  # type: ignore[union-attr]
+        op = next(o for o in token.record.hooked() if o.module == path)
+        convert_recurrent(modules[path], [name for name, _ in recurrent_weights(modules[path])], op.qconfig)  # type: ignore[index]
+
+
+def _keys(op: SeenOp) -> list[int]:
+    decision = op.decision
+    return [r.value for r in decision.reads] + ([] if decision.writes is None else [decision.writes])
+
+
+def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
+    """key -> qparams of every quantized value."""
+    found = dict(token.fixed_qparams)
+    readers = {read.value: op for op in reversed(token.record.hooked()) for read in op.decision.reads}
+    for key, observer in token.observers.items():
+        if key in found:
+            continue
+        if not observed(observer):
+            op = readers[key]
+            raise NotCalibratedError(
+                "the model was converted before it saw any data" if not token.runs else "a value was never observed",
+                path=op.owner, op=op.path, expected="at least one run of the prepared model", got=f"{token.runs} run(s)",
+                hint="run data through the prepared model, or call dbrq.calibrate(prepared, data)",
+            )  # fmt: skip
+        found[key] = qparams_of(observer, readers[key])
+    return found
+
+
+def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
+    """An observer's result in uint8: signed ranges are shifted by 128, which changes no value."""
+    scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+    if scale.numel() != 1:
+        raise ConfigurationError("an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape))
+    inner = getattr(observer, "activation_post_process", observer)
+    low = getattr(inner, "quant_min", None)
+    high = getattr(inner, "quant_max", None)
+    signed = getattr(inner, "dtype", torch.quint8) in (torch.qint8, torch.int8)
+    low, high = (low, high) if low is not None and high is not None else ((-128, 127) if signed else (0, 255))
+    shift = 128 if signed else 0
+    value, zero = float(scale), int(zero_point)
+    if not (0 < value < float("inf")):
+        raise QuantizationError("an observer gave a scale that is not positive", path=op.owner, op=op.path, got=value)
+    if not 0 <= low + shift <= high + shift <= 255:
+        raise ConfigurationError("kernels take 8 bits", path=op.owner, op=op.path, expected="a range within 8 bits", got=(low, high))
+    return QParams(value, zero + shift, low + shift, high + shift)
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any],
+    qconfig_mapping: Any = None,
+    *,
+    unpack: Callable[[Any], Any] | None = None,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """``prepare`` on the first item of ``data``, ``calibrate`` on all of them (the first too), ``convert``.
+
+    Arguments as in those; raises what they raise, and NotCalibratedError where ``data`` is empty.
+
+    >>> quantized = quantize(nn.Linear(4, 3), [torch.randn(2, 4)])
+    >>> quantized(torch.randn(5, 4)).shape
+    torch.Size([5, 3])
+    """
+    iterator = iter(data)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise NotCalibratedError("there is no calibration data", expected="at least one item", got="none") from None
+
+    def items() -> Iterable[Any]:
+        yield first
+        yield from iterator
+
+    example = first if unpack is None else unpack(first)
+    prepared = prepare(model, example, qconfig_mapping, inplace=inplace)
+    calibrate(prepared, items(), max_batches=max_batches, progress=progress, unpack=unpack)
+    return convert(prepared, inplace=True)
+
+
+__all__ = ["active", "calibrate", "convert", "prepare", "quantize"]

@@ -1,0 +1,204 @@
+"""What a run was seen to do: ops, the values between them, and what was decided about each. Plain data, no torch hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.ao.quantization import QConfig
+
+from .mappings import OpRow
+
+#: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for constants.
+Tag = int | str | None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One value that was seen: its id, unique in the watching run, and what it looked like."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    contiguous: bool
+    tag: Tag
+    constant: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.id}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.path, self.name
+
+    @property
+    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        return self.shape, self.stride, self.offset
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+
+@dataclass(frozen=True)
+class Read:
+    """How an op reads one activation: as int8 with the qparams of value ``value``, which ``tag`` made."""
+
+    slot: int
+    value: int
+    tag: Tag
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op of a fusion, after its head."""
+
+    op: OpRow
+    constants: tuple[Any, ...]
+    value: int
+    norm: tuple[ParameterRef | None, ...] = ()
+    eps: float = 0.0
+    other: Read | None = None
+    other_slot: int | None = None
+
+
+@dataclass
+class Decision:
+    """What becomes of an op: decided once, from the record, and obeyed by eager and by every backend.
+
+    Attributes:
+        precision: "int8" or "float".
+        reason: why float; "" otherwise.
+        mode: "static", "dynamic" or "weight_only", for ops with weights.
+        reads: the activations read as int8.
+        writes: id of the value written as uint8, None where the result is float.
+        chain: ops fused behind this one.
+        member_of: for an op inside a fusion, the id of the value it expects under way.
+        kernel: what runs, in words.
+    """
+
+    precision: str = "float"
+    reason: str = ""
+    mode: str = "static"
+    reads: tuple[Read, ...] = ()
+    writes: int | None = None
+    chain: tuple[Step, ...] = ()
+    member_of: int | None = None
+    kernel: str = "float"
+
+
+@dataclass
+class SeenOp:
+    """One op, seen at one place of one call of one module.
+
+    Attributes:
+        op: its name in the op table, or the function's own name.
+        row: its row, None for ops the table does not know.
+        owner: path of the module whose forward ran it.
+        call: which call of the owner in the run.
+        index: its place among the owner's hooked ops in that call; -1 for ops without a hook.
+        module: path of the leaf module, None for functions.
+        occurrence: how often the same op ran before at this place (leaf module, or owner and op).
+        site: source line of the user's code.
+        spelling: the function as it was written.
+        inputs, outputs: all tensors, in order.
+        activations: (slot, value id): the inputs that are data, by position in the bound arguments.
+        constants: bound arguments that are no tensors.
+        weight, bias: where they are registered; None with ``weight_problem`` if they cannot be.
+        norm: running mean, running variance, weight and bias of a batch norm, and eps.
+        pad: padding to apply before a convolution, and its mode.
+        macs: multiply-accumulates for the example's shapes.
+        qconfig: what the user's mapping says for it.
+    """
+
+    op: str
+    row: OpRow | None
+    owner: str
+    call: int
+    index: int
+    module: str | None
+    occurrence: int
+    site: str
+    spelling: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    activations: tuple[tuple[int, int], ...] = ()
+    constants: tuple[Any, ...] = ()
+    weight: ParameterRef | None = None
+    bias: ParameterRef | None = None
+    weight_problem: str = ""
+    norm: tuple[ParameterRef | None, ...] = ()
+    pad: tuple[tuple[int, ...], str] | None = None
+    inplace: bool = False
+    macs: int = 0
+    qconfig: QConfig | None = None
+    decision: Decision = field(default_factory=Decision)
+
+    @property
+    def path(self) -> str:
+        """Its name in reports: the leaf module's path, or the owner's and the op with its occurrence."""
+        if self.module is not None:
+            return self.module if self.occurrence == 0 else f"{self.module}@{self.occurrence}"
+        return f"{self.owner}.{self.op}.{self.occurrence}".lstrip(".")
+
+    @property
+    def result(self) -> TensorInfo:
+        """The first output."""
+        return self.outputs[0]
+
+    def __str__(self) -> str:
+        what = f"{self.path}: {self.op}({', '.join(map(str, self.inputs))}) -> ({', '.join(map(str, self.outputs))})"
+        return f"{what}  [{self.site}]"
+
+
+@dataclass
+class Value:
+    """A value of the watching run, with everything that read it."""
+
+    info: TensorInfo
+    producer: SeenOp | None = None
+    readers: list[SeenOp] = field(default_factory=list)
+    is_input: bool = False
+    is_output: bool = False
+    aliased_mutation: bool = False
+    origin: int | None = None  # for what only moves elements: the value they come from
+    parameter: tuple[str, str] | None = None  # where it is registered, for parameters, buffers and views of them
+
+
+@dataclass
+class SeenCall:
+    """One call of one module: the paths taken through it, each a sequence of hooked ops, and its tensor inputs' tags."""
+
+    paths: list[list[SeenOp]] = field(default_factory=lambda: [[]])
+    input_tags: tuple[Tag, ...] = ()
+
+
+@dataclass
+class Record:
+    """A whole watching run.
+
+    Attributes:
+        ops: every op that read values, in order.
+        values: value id -> value.
+        calls: module path -> its calls, in order.
+        parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
+    """
+
+    ops: list[SeenOp] = field(default_factory=list)
+    values: dict[int, Value] = field(default_factory=dict)
+    calls: dict[str, list[SeenCall]] = field(default_factory=dict)
+    parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
+
+    def hooked(self) -> list[SeenOp]:
+        return [op for op in self.ops if op.index >= 0]

@@ -1,0 +1,221 @@
+"""What int8 values look like to the user's code: float32 tensors that know how to become plain ones.
+
+``Int8Tensor`` is an activation, ``Int8Weight`` a weight. Both are subclasses of ``torch.Tensor`` with the shape the code
+expects and no storage of their own. Inside a converted model the function mode handles them; wherever else one turns up
+(a cache, a closure, C++ code) ``__torch_dispatch__`` gives the op plain float tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .containers import tree_map
+from .errors import QuantizationError
+from .kernels import QParams, along, dequantize
+
+
+class Lazy(torch.Tensor):
+    """A tensor whose float elements are computed when an op wants them."""
+
+    # The function mode comes first, and outside of one __torch_dispatch__ does; a third stop would only cost time.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def float_value(self) -> Tensor:
+        """The value as a plain float32 tensor."""
+        raise AssertionError("subclasses say how")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        written = args[0] if args and func._schema.is_mutable else None
+        if isinstance(written, Lazy):
+            return written._apply_in_place(func, args, kwargs or {})
+        args, kwargs = tree_map(plain, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def _apply_in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        raise QuantizationError(
+            f"{func} would change an int8 {type(self).__name__} in place",
+            hint="clone it first, or change it before conversion",
+        )
+
+    def dequantize(self) -> Tensor:
+        return self.float_value().clone()
+
+    # Those that need a storage are not ops, so dispatch never sees them.
+    def numpy(self, *, force: bool = False):
+        return self.float_value().numpy(force=force)
+
+    def __array__(self, dtype=None):
+        return self.float_value().__array__(dtype)
+
+    def tolist(self):
+        return self.float_value().tolist()
+
+    def data_ptr(self) -> int:
+        return self.float_value().data_ptr()
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"{type(self).__name__}({self.float_value()!r})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.float_value().clone()
+
+    def __reduce_ex__(self, protocol):
+        return self.float_value().clone().__reduce_ex__(protocol)
+
+
+class Deferred(Protocol):
+    """A value whose computation waits until its reader is known."""
+
+    def value(self) -> Tensor: ...
+
+
+class Int8Tensor(Lazy):
+    """An activation: uint8 elements with their qparams, or a deferred fusion, or (once asked for) float32 elements.
+
+    Attributes:
+        data_u8: the elements, in any memory layout, or None.
+        qparams: what they mean.
+        deferred: a fusion under way, until it is read; then ``data_u8`` is None.
+        alias: a cell shared by all views of one value, True once a second one exists.
+    """
+
+    data_u8: Tensor | None
+    qparams: QParams | None
+    deferred: Deferred | None
+    alias: list
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, deferred: Deferred | None = None):
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        self.data_u8, self.qparams, self.deferred = data_u8, qparams, deferred
+        self._float = None
+        self.alias = None
+        return self
+
+    def float_value(self) -> Tensor:
+        if self._float is None:
+            if self.data_u8 is not None:
+                self._float = dequantize(self.data_u8, self.qparams).contiguous()
+            else:
+                self._float = self.deferred.value()
+                self.deferred = None
+        return self._float
+
+    def become(self, other: Tensor) -> None:
+        """Take another value, as an in-place op does."""
+        if self.alias is not None and self.alias[0]:
+            raise QuantizationError(
+                "an in-place op writes to an int8 value that has views",
+                expected="the in-place op to be recorded in the watching run, which keeps such values in float",
+                hint="let example_inputs take this path, or write the op out of place",
+            )
+        if isinstance(other, Int8Tensor):
+            self.data_u8, self.qparams, self.deferred, self._float = (
+                other.data_u8, other.qparams, other.deferred, other._float,
+            )  # fmt: skip
+        else:
+            self.data_u8 = self.qparams = self.deferred = None
+            self._float = other
+
+    def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
+        """Other elements' order or choice of the same value, qparams unchanged."""
+        moved = Int8Tensor(data_u8.shape, data_u8, self.qparams)
+        if self.alias is None:
+            self.alias = [False]
+        if data_u8.untyped_storage()._cdata == self.data_u8.untyped_storage()._cdata:
+            self.alias[0] = True
+            moved.alias = self.alias
+        return moved
+
+    def _apply_in_place(self, func, args, kwargs):
+        value = self.float_value()
+        args, kwargs = tree_map(plain, (tuple(args[1:]), kwargs))
+        value = value.clone() if self.data_u8 is not None else value
+        func(value, *args, **kwargs)
+        self.become(value)
+        return self
+
+
+class Int8Weight(Lazy):
+    """A weight of a converted module, or a pure view of one; float elements are computed anew at each use.
+
+    It holds no elements: it reads the int8 buffer and the scale of the module that owns it, so that ``.to``,
+    ``load_state_dict`` and copies of the module need not know about it.
+
+    Attributes:
+        owner: the module that holds ``{parameter}_int8`` and ``{parameter}_scale``.
+        parameter: the parameter's name before conversion.
+        axis: the axis of the scales, None for one scale.
+    """
+
+    @staticmethod
+    def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: tuple[tuple, tuple, int]):
+        shape, stride, _ = geometry
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=torch.float32)
+        self.owner, self.parameter, self.axis, self.geometry = owner, name, axis, geometry
+        return self
+
+    @classmethod
+    def whole(cls, owner: nn.Module, name: str, axis: int | None) -> Int8Weight:
+        """The weight that ``owner`` holds as ``{name}_int8`` and ``{name}_scale``."""
+        return cls(owner, name, axis, geometry_of(owner._buffers[f"{name}_int8"]))
+
+    def int8(self) -> Tensor:
+        """The int8 elements, a view of the owner's buffer."""
+        return self.owner._buffers[f"{self.parameter}_int8"].as_strided(*self.geometry)
+
+    def float_value(self) -> Tensor:
+        whole = self.owner._buffers[f"{self.parameter}_int8"]
+        scale = self.owner._buffers[f"{self.parameter}_scale"]
+        zero_point = self.owner._buffers.get(f"{self.parameter}_zero_point")
+        levels = whole.to(torch.float32)
+        if zero_point is not None:
+            levels = levels - along(zero_point, self.axis, whole.dim())
+        return (levels * along(scale, self.axis, whole.dim())).as_strided(*self.geometry)
+
+    def moved(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """``func`` applied to the elements' places only; None unless the result is a view."""
+        stored = self.int8()
+        result = func(stored, *args, **kwargs)
+        storage = stored.untyped_storage()._cdata
+
+        def wrap(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == storage:
+                return Int8Weight(self.owner, self.parameter, self.axis, geometry_of(leaf))
+            raise _NotAView
+
+        try:
+            return tree_map(wrap, result)
+        except _NotAView:
+            return None
+
+    def __deepcopy__(self, memo: dict) -> Int8Weight:
+        return Int8Weight(copy.deepcopy(self.owner, memo), self.parameter, self.axis, self.geometry)
+
+    def __reduce_ex__(self, protocol):
+        return Int8Weight, (self.owner, self.parameter, self.axis, self.geometry)
+
+
+class _NotAView(Exception):
+    pass
+
+
+def geometry_of(tensor: Tensor) -> tuple[tuple, tuple, int]:
+    """Where a view's elements lie in its storage: sizes, strides, offset."""
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+
+
+def plain(value: Any) -> Any:
+    """``value``, or its float tensor if it is one of ours."""
+    return value.float_value() if isinstance(value, Lazy) else value
+
+
+def defer_nothing(tree: Any) -> Any:
+    """``tree`` with each of our tensors replaced by a plain one; containers keep their class."""
+    return tree_map(plain, tree)

@@ -1,0 +1,431 @@
+"""The watching run: one run of the model on the example, from which everything else is derived.
+
+It happens on a throwaway copy that shares parameters with the model, in eval mode, under ``no_grad``, with random state
+put back, so that nothing of the user's changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from .attention import multi_head_attention_forward
+from .auto_trace import InterceptedForward, active
+from .containers import tree_leaves
+from .errors import ConfigurationError
+from .mappings import DROPOUTS, FUNCTIONS, OpRow, Role, function_name, is_torch_leaf, leaf_row, mutates, reads_values
+from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_disabled = torch._C.DisableTorchFunction
+
+
+def watch(
+    model: nn.Module, args: tuple, kwargs: dict, opaque: Sequence[type[nn.Module]] = (), on_op: Callable | None = None
+) -> Record:
+    """Run ``model`` once and return what was seen. ``model`` itself is neither run nor changed.
+
+    Args:
+        model: any module.
+        args, kwargs: one call's arguments; they are copied, since forward may change them.
+        opaque: module classes not to look into.
+        on_op: called with (op, output) after every op, for logging values.
+    """
+    stand_in = _throwaway_copy(model)
+    run = Watch(stand_in, tuple(opaque), on_op)
+    args, kwargs = copy.deepcopy((args, kwargs))
+    with torch.no_grad(), _random_state_kept():
+        run.run(args, kwargs)
+    return run.record
+
+
+def _throwaway_copy(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    try:
+        return copy.deepcopy(model, memo).eval()
+    except Exception as error:
+        raise ConfigurationError(
+            f"the model cannot be deep-copied: {error}",
+            expected="a module that copy.deepcopy takes",
+            got=type(model).__name__,
+            hint="remove what cannot be copied (locks, generators, non-leaf tensors with grad) from its attributes",
+        ) from error
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _Frame:
+    """One call of one module while watching."""
+
+    def __init__(self, path: str, call: SeenCall | None, number: int) -> None:
+        self.path, self.call, self.number = path, call, number
+
+
+class Watch(TorchFunctionMode):
+    """The mode that records. Also the token of the throwaway copy, so that its modules find their way here."""
+
+    def __init__(self, model: nn.Module, opaque: tuple[type[nn.Module], ...], on_op: Callable | None) -> None:
+        self.model, self.opaque, self.on_op = model, opaque, on_op
+        self.record = Record()
+        self.token = self
+        self.frame: _Frame | None = None
+        self.leaf: InterceptedForward | None = None
+        self.hidden = 0  # depth inside an opaque module
+        self._ids: dict[int, tuple[weakref.ref, int]] = {}
+        self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
+        self._occurrences: dict[tuple, int] = defaultdict(int)
+        self._parameters = self._find_parameters(model)
+        self._root = self._intercept(model)
+
+    def _find_parameters(self, model: nn.Module) -> dict[int, tuple[str, str]]:
+        found: dict[int, tuple[str, str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or tensor.device.type == "meta":
+                    continue
+                key = found.setdefault(tensor.untyped_storage()._cdata, (path, name))
+                places = self.record.parameter_names.setdefault(key, [])
+                if (path, name) not in places:
+                    places.append((path, name))
+        return found
+
+    def _intercept(self, model: nn.Module) -> InterceptedForward:
+        for path, module in model.named_modules():
+            intercepted = InterceptedForward(module, path, self)  # type: ignore[arg-type]
+            found = leaf_row(module)
+            if found is not None:
+                intercepted.row, intercepted.attributes = found
+            module.__dict__["forward"] = intercepted
+        return model.__dict__["forward"]
+
+    # Runs
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        previous, active.call = active.call, self
+        try:
+            with self:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        value = self._value(leaf)
+                        if not value.info.constant:
+                            value.is_input = True
+                        elif value.producer is None:
+                            self.record.values[value.info.id] = self._as_input(value)
+                output = self.enter(self._root, args, kwargs)
+                with _disabled():
+                    for leaf in tree_leaves(output):
+                        if isinstance(leaf, Tensor):
+                            self._value(leaf).is_output = True
+                return output
+        finally:
+            active.call = previous
+
+    def _as_input(self, value: Value) -> Value:
+        info = value.info
+        value.info = TensorInfo(info.id, info.shape, info.dtype, info.contiguous, info.id)
+        value.is_input = True
+        return value
+
+    def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        raise AssertionError("the watching run has one root")
+
+    def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        module = intercepted.module
+        if self.hidden or isinstance(module, self.opaque):
+            return self._opaque(intercepted, args, kwargs)
+        if intercepted.row is not None and self.frame is not None:
+            return self._leaf_op(intercepted, args, kwargs)
+        if is_torch_leaf(module) and self.frame is not None:
+            outer, self.leaf = self.leaf, intercepted
+            try:
+                return intercepted.original(*args, **kwargs)
+            finally:
+                self.leaf = outer
+        return self._module(intercepted, args, kwargs)
+
+    def _module(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        calls = self.record.calls.setdefault(intercepted.path, [])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with _disabled():
+            call = SeenCall(input_tags=tuple(self._value(t).info.tag for t in tensors))
+        calls.append(call)
+        outer, self.frame = self.frame, _Frame(intercepted.path, call, len(calls) - 1)
+        leaf, self.leaf = self.leaf, None
+        try:
+            if intercepted.row is not None:
+                return self._leaf_op(intercepted, args, kwargs)
+            return intercepted.original(*args, **kwargs)
+        finally:
+            self.frame, self.leaf = outer, leaf
+
+    def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A subtree that stays float: one op, of which only inputs and outputs are known."""
+        self.hidden += 1
+        try:
+            with _disabled():
+                output = intercepted.original(*args, **kwargs)
+        finally:
+            self.hidden -= 1
+        if not self.hidden:
+            with _disabled():
+                self._see(None, type(intercepted.module).__name__, "module", args, kwargs, output, module=intercepted)
+        return output
+
+    # Ops
+
+    def _leaf_op(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        row = intercepted.row
+        assert row is not None
+        with _disabled():
+            bound = bind_leaf(intercepted, args, kwargs)
+            before = self._infos((args, kwargs))
+            output = intercepted.original(*args, **kwargs)
+            if row.role is Role.PASS:
+                self._same_value(bound[0], output)
+            self._see(row, row.name, type(intercepted.module).__name__, args, kwargs, output, bound, intercepted, before)
+        return output
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and not self.hidden:
+            with self:
+                return multi_head_attention_forward(*args, **kwargs)
+        if self.hidden or not reads_values(func):
+            return func(*args, **kwargs)
+        before = self._infos((args, kwargs))
+        output = func(*args, **kwargs)
+        spelling = FUNCTIONS.get(func)
+        row = spelling.row if spelling else None
+        bound = spelling.bind(args, kwargs) if spelling else None
+        if row is not None and row.name in DROPOUTS and not (bound[2] and bound[1]):
+            self._same_value(bound[0], output)
+        written = kwargs.get("out") if "out" in kwargs else args[0] if args and mutates(func) else None
+        self._see(row, function_name(func), _spelled(func), args, kwargs, output, bound, self.leaf, before, written)
+        return output
+
+    def _infos(self, tree: Any) -> tuple[TensorInfo, ...]:
+        return tuple(self._value(leaf).info for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+    def _see(
+        self, row: OpRow | None, op: str, spelling: str, args: tuple, kwargs: dict, output: Any, bound: list | None = None,
+        module: InterceptedForward | None = None, before: tuple[TensorInfo, ...] | None = None, written: Any = None,
+    ) -> None:  # fmt: skip
+        frame = self.frame
+        assert frame is not None
+        inputs = self._infos((args, kwargs)) if before is None else before
+        hooked = (
+            row is not None and frame.call is not None and row.role not in (Role.PASS, Role.FLOAT)
+            and (module is not None and module.row is row or any(i.dtype.is_floating_point for i in inputs))
+        )  # fmt: skip
+        path = module.path if module is not None else None
+        place = ("module", path) if path is not None else (frame.path, op)
+        occurrence = self._occurrences[place]
+        self._occurrences[place] += 1
+        seen = SeenOp(
+            op=op, row=row, owner=frame.path, call=frame.number, index=len(frame.call.paths[0]) if hooked else -1,
+            module=path, occurrence=occurrence, site=_site(), spelling=spelling, inputs=inputs, outputs=(),
+        )  # fmt: skip
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if hooked or row is not None:
+            self._describe(seen, row, bound, module)
+        same = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if row is not None and row.role is Role.PASS:
+            seen.outputs = tuple(self._moved(seen, t, inputs).info for t in tensors)
+        else:
+            seen.inplace = any(id(t) in same for t in tensors) or isinstance(written, Tensor)
+            tag: Tag = None if hooked else op
+            seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
+            if isinstance(written, Tensor) and id(written) not in {id(t) for t in tensors}:
+                self._made(seen, written, True, tag)
+        for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row and row.role is Role.PASS else set()):
+            self.record.values[vid].readers.append(seen)
+        if hooked:
+            frame.call.paths[0].append(seen)  # type: ignore[union-attr]
+            if row.role is Role.COMPUTE and seen.outputs:
+                seen.macs = _macs(row, seen, bound)
+        self.record.ops.append(seen)
+        if self.on_op is not None:
+            self.on_op(seen, output)
+
+    def _describe(self, seen: SeenOp, row: OpRow, bound: list | None, module: InterceptedForward | None) -> None:
+        """What placement needs to know beyond inputs and outputs."""
+        bound = bound or []
+        seen.constants = tuple(_constant(b) for b in bound)
+        seen.activations = tuple(
+            (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
+        )
+        if row.role in (Role.COMPUTE, Role.EMBEDDING) and row.name != "matmul" and len(bound) > 1:
+            seen.weight = self._parameter(bound[1])
+            if seen.weight is None:
+                seen.weight_problem = "its weight is computed in forward"
+            elif seen.weight.offset < 0:
+                seen.weight_problem = "its weight is not a plain view of a parameter"
+            if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
+                seen.bias = self._parameter(bound[2])
+                if seen.bias is None:
+                    seen.weight_problem = "its bias is computed in forward"
+        if row.role is Role.NORM:
+            seen.norm = tuple(self._parameter(b) if isinstance(b, Tensor) else None for b in bound[1:5])
+        if module is not None and row.ndim and getattr(module.module, "padding_mode", "zeros") != "zeros":
+            seen.pad = (tuple(module.module._reversed_padding_repeated_twice), module.module.padding_mode)
+
+    # Values
+
+    def _lookup(self, tensor: Tensor) -> int | None:
+        known = self._ids.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _value(self, tensor: Tensor) -> Value:
+        vid = self._lookup(tensor)
+        return self.record.values[vid] if vid is not None else self._new(tensor, None, constant=True)
+
+    def _new(self, tensor: Tensor, tag: Tag, producer: SeenOp | None = None, constant: bool = False) -> Value:
+        vid = len(self.record.values)
+        if producer is not None and tag is None:
+            tag = vid
+        info = TensorInfo(vid, tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tag, constant)
+        strided = tensor.layout is torch.strided
+        parameter = self._parameters.get(tensor.untyped_storage()._cdata) if constant and strided else None
+        value = Value(info, producer, parameter=parameter)
+        self.record.values[vid] = value
+        reference = weakref.ref(tensor)
+        self._ids[id(tensor)] = (reference, vid)
+        if strided:
+            self._by_storage[tensor.untyped_storage()._cdata].append((reference, vid))
+        return value
+
+    def _made(self, seen: SeenOp, tensor: Tensor, same_object: bool, tag: Tag) -> Value:
+        """The value an op made; if it wrote to one it was given, whoever shares its memory stays float."""
+        if not same_object:
+            return self._new(tensor, tag, seen)
+        old = self._lookup(tensor)
+        storage = tensor.untyped_storage()._cdata
+        others = [(ref, vid) for ref, vid in self._by_storage[storage] if vid != old and ref() is not None and ref() is not tensor]
+        value = self._new(tensor, tag, seen)
+        shared = bool(others) or storage in self._parameters or (old is not None and self._outlives(old))
+        if shared:
+            for vid in (*(vid for _, vid in others), value.info.id, *(() if old is None else (old,))):
+                self.record.values[vid].aliased_mutation = True
+        return value
+
+    def _outlives(self, vid: int) -> bool:
+        """Whether the memory of a value belongs to the caller: inputs and what is only moved from them."""
+        value: Value | None = self.record.values[vid]
+        while value is not None:
+            if value.is_input or value.info.constant:
+                return True
+            value = None if value.origin is None else self.record.values[value.origin]
+        return False
+
+    def _moved(self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...]) -> Value:
+        """The result of an op that moves elements; the value itself if that op did nothing."""
+        known = self._lookup(tensor)
+        if known is not None:
+            return self.record.values[known]
+        source = self.record.values[inputs[0].id] if inputs else None
+        value = self._new(tensor, source.info.tag if source is not None else None, seen)
+        if source is not None:
+            value.info = TensorInfo(value.info.id, value.info.shape, value.info.dtype, value.info.contiguous,
+                                    source.info.tag, source.info.constant)  # fmt: skip
+            value.origin, value.parameter = source.info.id, source.parameter
+        return value
+
+    def _same_value(self, source: Any, output: Any) -> None:
+        """Identity and dropout in eval may return a new object for the same value."""
+        if isinstance(output, Tensor) and output is not source and isinstance(source, Tensor):
+            vid = self._value(source).info.id
+            self._ids[id(output)] = (weakref.ref(output), vid)
+
+    def _parameter(self, tensor: Any) -> ParameterRef | None:
+        """The parameter or buffer ``tensor`` is, or is a pure view of."""
+        if not isinstance(tensor, Tensor):
+            return None
+        key = self._parameters.get(tensor.untyped_storage()._cdata)
+        if key is None or tensor.dtype is not torch.float32:
+            return None
+        return ParameterRef(*key, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+
+
+def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
+    """A leaf module's call as a list in its row's order."""
+    module = intercepted.module
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(module, nn.EmbeddingBag):
+        offsets, per_sample = (*args[1:], *[kwargs.get(n) for n in ("offsets", "per_sample_weights")[len(args) - 1 :]])[:2]
+        return [first, module.weight, offsets, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.mode,
+                module.sparse, per_sample, module.include_last_offset, module.padding_idx]  # fmt: skip
+    return [first, *(getattr(module, name) for name in intercepted.attributes)]
+
+
+def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
+    """The arguments of an op that are data, each with its slot: a bound position, or an index into the list of ``cat``."""
+    if row.role is Role.ELEMENTWISE or row.name == "matmul":
+        candidates: list[Any] = list(bound[:2])
+    elif row.name in ("cat", "stack"):
+        candidates = list(bound[0])
+    elif row.role is Role.EMBEDDING:
+        candidates = []
+    else:
+        candidates = list(bound[:1])
+    return [(slot, t) for slot, t in enumerate(candidates) if isinstance(t, Tensor)]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
+        return tuple(value)
+    return None
+
+
+def _macs(row: OpRow, seen: SeenOp, bound: list | None) -> int:
+    out = seen.result.shape
+    size = 1
+    for n in out:
+        size *= n
+    if row.name == "matmul":
+        return size * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
+    weight = bound[1].shape  # type: ignore[index]
+    per_output = 1
+    for n in weight[1:]:
+        per_output *= n
+    return size * per_output
+
+
+def _spelled(func: Callable) -> str:
+    name = resolve_name(func)
+    return name or getattr(func, "__name__", str(func))
+
+
+def _site() -> str:
+    """The nearest line of the user's code."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"

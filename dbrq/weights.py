@@ -1,0 +1,232 @@
+"""int8 weights: made at conversion, kept as buffers of the module that had the parameter, packed when first used.
+
+A parameter ``weight`` becomes the buffers ``weight_int8`` and ``weight_scale`` (and ``weight_zero_point`` for embeddings with
+affine qconfigs) and the attribute ``weight``, an ``Int8Weight`` that gives float on demand. Packed forms are derived,
+never saved, and rebuilt when what they came from changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import along
+from .mappings import Role
+from .record import ParameterRef, Record, SeenOp, Step
+from .tensors import Int8Weight
+
+
+def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
+    """The parameter or buffer, or the part of it, that ``ref`` means."""
+    module = modules[ref.path]
+    whole = module._parameters.get(ref.name)
+    whole = module._buffers[ref.name] if whole is None else whole
+    assert whole is not None
+    return whole.as_strided(*ref.geometry) if tuple(whole.shape) != ref.shape or ref.offset else whole
+
+
+def norm_scale(step: Step, modules: dict[str, nn.Module]) -> Tensor:
+    """What a batch norm multiplies each channel by, float32 ``[channels]``."""
+    _, variance, weight, _ = step.norm
+    assert variance is not None
+    scale = torch.rsqrt(tensor_of(variance, modules) + step.eps)
+    return scale if weight is None else scale * tensor_of(weight, modules)
+
+
+def norm_shift(step: Step, modules: dict[str, nn.Module], scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The bias of convolution and batch norm together, float32 ``[channels]``."""
+    mean, _, _, beta = step.norm
+    assert mean is not None
+    shift = ((0.0 if bias is None else bias) - tensor_of(mean, modules)) * scale
+    return shift if beta is None else shift + tensor_of(beta, modules)
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where an op finds its int8 weight: the canonical place of the parameter, its scales' axis, and the op's view of it."""
+
+    ref: ParameterRef
+    axis: int | None
+
+    def int8(self, modules: dict[str, nn.Module]) -> Tensor:
+        return modules[self.ref.path]._buffers[f"{self.ref.name}_int8"].as_strided(*self.ref.geometry)  # type: ignore[union-attr]
+
+    def scale(self, modules: dict[str, nn.Module]) -> Tensor:
+        """float32 ``[out]``: one scale per row of the op's view."""
+        buffers = modules[self.ref.path]._buffers
+        scale, whole = buffers[f"{self.ref.name}_scale"], buffers[f"{self.ref.name}_int8"]
+        assert scale is not None and whole is not None
+        rows = self.ref.shape[0]
+        if self.axis is None:
+            return scale.reshape(1).expand(rows).contiguous()
+        if tuple(whole.shape) == self.ref.shape and self.axis == 0:
+            return scale
+        return scale[_index(whole.shape, self.axis, self.ref).reshape(rows, -1)[:, 0]]
+
+    def sources(self, modules: dict[str, nn.Module]) -> list[tuple[dict, str]]:
+        buffers = modules[self.ref.path]._buffers
+        return [(buffers, f"{self.ref.name}_int8"), (buffers, f"{self.ref.name}_scale")]
+
+
+def _index(shape: Sequence[int], axis: int, ref: ParameterRef) -> Tensor:
+    """For each element of an op's view of a weight, its index along ``axis`` of the whole."""
+    index = along(torch.arange(shape[axis]), axis, len(shape)).expand(*shape).contiguous()
+    return index.as_strided(*ref.geometry)
+
+
+def channel_axis(shape: Sequence[int], ref: ParameterRef) -> int | None:
+    """The axis of a parameter that runs along the rows of an op's view of it; None if none does."""
+    if tuple(shape) == ref.shape and ref.offset == 0:
+        return 0
+    for axis in range(len(shape)):
+        rows = _index(shape, axis, ref).reshape(ref.shape[0], -1)
+        if bool((rows == rows[:, :1]).all()):
+            return axis
+    return None
+
+
+class Watched:
+    """Tells whether tensors that something was derived from are still the same, by identity and version."""
+
+    def __init__(self, sources: Sequence[tuple[dict, str]]) -> None:
+        self._seen = [(d, name, d[name], _version(d[name])) for d, name in sources if d.get(name) is not None]
+
+    def unchanged(self) -> bool:
+        return all(d.get(name) is tensor and _version(tensor) == version for d, name, tensor, version in self._seen)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def source_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> tuple[dict, str]:
+    """The dict that registers a parameter or buffer, and its name."""
+    module = modules[ref.path]
+    return (module._parameters if ref.name in module._parameters else module._buffers), ref.name
+
+
+def convert_weights(
+    record_ops: Sequence[SeenOp],
+    record: Record,
+    modules: dict[str, nn.Module],
+    fake_quant: Callable[[SeenOp], nn.Module | None],
+) -> dict[tuple[str, str], int | None]:
+    """Put int8 buffers in place of the parameters that int8 ops read; returns the axis of each one's scales.
+
+    A parameter that an op in float reads too stays, beside its int8 form.
+    """
+    readers: dict[tuple[str, str], list[SeenOp]] = {}
+    for op in record_ops:
+        if op.weight is not None and op.decision.precision == "int8":
+            readers.setdefault(op.weight.key, []).append(op)
+    needed = _read_in_float(record)
+    axes: dict[tuple[str, str], int | None] = {}
+    for key, ops in readers.items():
+        op = next((o for o in ops if o.row is not None and o.row.role is Role.COMPUTE), ops[0])
+        owner = modules[key[0]]
+        parameter = owner._parameters.get(key[1])
+        parameter = owner._buffers[key[1]] if parameter is None else parameter
+        assert parameter is not None and op.qconfig is not None
+        found = {channel_axis(parameter.shape, o.weight) for o in ops if o.weight is not None}
+        axis = found.pop() if len(found) == 1 else None
+        values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
+        axes[key] = axis if values["scale"].numel() > 1 else None
+        for suffix, tensor in values.items():
+            owner.register_buffer(f"{key[1]}_{suffix}", tensor)
+        if key not in needed:
+            for path, name in record.parameter_names.get(key, [key]):
+                _forget(modules[path], name)
+                modules[path].__dict__[name] = Int8Weight.whole(owner, key[1], axes[key])
+    return axes
+
+
+def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> None:
+    """int8 buffers in place of the weight matrices of an LSTM, GRU or cell."""
+    for name in names:
+        parameter = getattr(module, name)
+        observer = _observer(qconfig, 0)
+        observer(parameter.detach())
+        scale, _ = observer.calculate_qparams()
+        scale = scale.to(torch.float32).expand(parameter.shape[0]).contiguous()
+        module.register_buffer(f"{name}_int8", _round(parameter.detach(), scale, None, 0, observer))
+        module.register_buffer(f"{name}_scale", scale)
+        _forget(module, name)
+        module.__dict__[name] = Int8Weight.whole(module, name, 0)
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()  # its list of weights would keep the float ones alive
+
+
+def _forget(module: nn.Module, name: str) -> None:
+    module._parameters.pop(name, None)
+    module._buffers.pop(name, None)
+
+
+def _read_in_float(record: Record) -> set[tuple[str, str]]:
+    """Parameters that ops outside the int8 kernels read."""
+    needed: set[tuple[str, str]] = set()
+    for value in record.values.values():
+        if value.parameter is None:
+            continue
+        for op in value.readers:
+            moves = op.row is not None and op.row.role is Role.PASS
+            own = op.weight is not None and op.weight.key == value.parameter and op.decision.precision == "int8"
+            if not moves and not own:
+                needed.add(value.parameter)
+        if value.is_output:
+            needed.add(value.parameter)
+    for op in record.ops:
+        if op.weight is not None and op.decision.precision != "int8":
+            needed.add(op.weight.key)
+    return needed
+
+
+def _observer(qconfig: Any, axis: int | None) -> nn.Module:
+    observer = qconfig.weight()
+    observer = getattr(observer, "activation_post_process", observer)
+    if hasattr(observer, "ch_axis") and axis is not None:
+        observer.ch_axis = axis
+    return observer
+
+
+def _quantized(
+    weight: Tensor, op: SeenOp, axis: int | None, fake_quantize: nn.Module | None, modules: dict[str, nn.Module]
+) -> dict[str, Tensor]:
+    """``int8``, ``scale`` and, for affine qconfigs, ``zero_point`` of one weight."""
+    observer = _observer(op.qconfig, axis)
+    if axis is None and hasattr(observer, "ch_axis"):
+        from torch.ao.quantization import default_weight_observer
+
+        observer = default_weight_observer()
+    chain = op.decision.chain
+    folded = bool(chain) and chain[0].op.role is Role.NORM
+    if fake_quantize is not None:
+        # Trained ranges are those of the weight times its batch norm's scale.
+        scale, zero_point = fake_quantize.calculate_qparams()  # type: ignore[operator]
+        if folded:
+            scale = scale / norm_scale(chain[0], modules).abs().clamp_min(1e-12)
+    else:
+        observer(weight)
+        scale, zero_point = observer.calculate_qparams()
+    scale = torch.clamp_min(scale.detach().to(torch.float32).reshape(-1), torch.finfo(torch.float32).tiny)
+    if op.row is not None and op.row.role is Role.EMBEDDING and bool((zero_point != 0).any()):
+        shift = 128 if observer.quant_min == 0 and observer.quant_max > 127 else 0
+        zero_point = zero_point.detach().to(torch.float32).reshape(-1)
+        stored = _round(weight, scale, zero_point, axis if scale.numel() > 1 else None, observer, shift)
+        return {"int8": stored, "scale": scale, "zero_point": zero_point - shift}
+    return {"int8": _round(weight, scale, None, axis if scale.numel() > 1 else None, observer), "scale": scale}
+
+
+def _round(
+    weight: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None, observer: Any, shift: int = 0
+) -> Tensor:
+    levels = weight.to(torch.float32) / along(scale, axis, weight.dim())
+    if zero_point is not None:
+        levels = levels + along(zero_point, axis, weight.dim())
+    low, high = (observer.quant_min, observer.quant_max) if zero_point is not None else (
+        max(observer.quant_min, -128), min(observer.quant_max, 127)
+    )  # fmt: skip
+    return (torch.clamp(torch.round(levels), low, high) - shift).to(torch.int8)

@@ -1,0 +1,81 @@
+"""Quantize a trained model and see what it cost and what it saved.
+
+    python examples/quickstart.py                  # a sentence encoder, on a small retrieval task
+    python examples/quickstart.py --model digits   # a convolutional network, on handwritten digits
+
+Everything that concerns dbrq is two lines of ``main``:
+
+    quantized = dbrq.quantize(model, task.calibration_batches())
+    dbrq.report(quantized).coverage
+
+``quantize`` runs the model once to see which operations it consists of, runs it on all of the data to learn the range
+of every activation, and returns a copy with int8 kernels inside. The copy is used as the model was: same class, same
+arguments, same kind of output. Some dozens of samples are enough, and they need no labels; take them from what the
+model will meet in use. ``print(dbrq.report(quantized))`` lists every operation, and why those that stayed in float did.
+To take the steps one by one, call ``dbrq.prepare``, ``dbrq.calibrate`` and ``dbrq.convert``.
+"""
+
+import argparse
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+import dbrq
+
+SLICE_SECONDS = 0.4
+
+
+def megabytes(model: nn.Module) -> float:
+    """The size of the model's state on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "state.pt")
+        torch.save(model.state_dict(), path)
+        return path.stat().st_size / 1e6
+
+
+@torch.no_grad()
+def milliseconds(models: tuple[nn.Module, nn.Module], inputs: Any, slices: int = 8) -> tuple[float, float]:
+    """The median latency of two models. They take turns, so that a busy moment of the machine hits both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for model in models:
+        run(model, inputs)  # the first call also prepares kernels
+    for _ in range(slices):
+        for model, sample in zip(models, times, strict=True):
+            end = time.perf_counter() + SLICE_SECONDS
+            while (start := time.perf_counter()) < end:
+                run(model, inputs)
+                sample.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def run(model: nn.Module, inputs: Any) -> Any:
+    """Call the model as dbrq does: a mapping holds keyword arguments."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Quantize a trained model and compare it with the original.")
+    parser.add_argument("--model", choices=["minilm", "digits"], default="minilm")
+    task = importlib.import_module(parser.parse_args().model)
+
+    model = task.load_model()
+    quantized = dbrq.quantize(model, task.calibration_batches())
+
+    measured = task.evaluate(model, quantized)
+    measured["size on disk (MB)"] = (megabytes(model), megabytes(quantized))
+    measured["latency (ms, median)"] = milliseconds((model, quantized), task.example_inputs())
+    rows = [(name, before, after, after / before) for name, (before, after) in measured.items()]
+    print(tabulate(rows, headers=["", "float", "int8", "int8 / float"], floatfmt=("", ".3f", ".3f", ".3f")))
+    print(f"\n{dbrq.report(quantized).coverage:.1%} of all convolution and linear multiply-accumulates run in int8.")
+
+
+if __name__ == "__main__":
+    main()
