@@ -1,6 +1,55 @@
-"""int8 quantization of eager PyTorch models on x86 CPUs, define-by-run."""
+"""int8 quantization of eager PyTorch models on x86 CPUs, define-by-run.
 
-from .errors import QuantizationError
+>>> import torch, dbrq
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+>>> prepared = dbrq.prepare(model, torch.randn(1, 8))
+>>> for _ in range(4):
+...     _ = prepared(torch.randn(16, 8))
+>>> quantized = dbrq.convert(prepared)
+>>> dbrq.report(quantized).coverage
+1.0
+"""
+
+from .errors import (
+    CalibrationError,
+    ConfigurationError,
+    DeviationError,
+    KernelInputError,
+    LoadError,
+    NotCalibratedError,
+    QuantizationError,
+    RecipeError,
+)
+from .fusion import find_fusions
+from .observers import HistogramObserver, default_qconfig_mapping
 from .quantize import calibrate, convert, prepare, quantize
+from .recipes import load_recipe, save_recipe
+from .report import compare, log_values, report
+from .saving import load, save
 
-__all__ = ["QuantizationError", "calibrate", "convert", "prepare", "quantize"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "CalibrationError",
+    "ConfigurationError",
+    "DeviationError",
+    "HistogramObserver",
+    "KernelInputError",
+    "LoadError",
+    "NotCalibratedError",
+    "QuantizationError",
+    "RecipeError",
+    "calibrate",
+    "compare",
+    "convert",
+    "default_qconfig_mapping",
+    "find_fusions",
+    "load",
+    "load_recipe",
+    "log_values",
+    "prepare",
+    "quantize",
+    "report",
+    "save",
+    "save_recipe",
+]

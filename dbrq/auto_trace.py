@@ -12,10 +12,11 @@ All bookkeeping of a run (which op are we at) is in ``RunCall`` and its frames, 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +45,20 @@ class _Active(threading.local):
     """The call that runs on this thread, if one does."""
 
     call: Any = None
+    log: Callable[[Any, Any], None] | None = None
 
 
 active = _Active()
+
+
+@contextlib.contextmanager
+def logging_values(log: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``log(op, output)`` after each hooked op that this thread runs in a prepared or converted model."""
+    previous, active.log = active.log, log
+    try:
+        yield
+    finally:
+        active.log = previous
 
 
 class ModelToken:
@@ -55,7 +67,6 @@ class ModelToken:
     Attributes:
         phase: "observe" or "int8".
         strict: leaving the recorded paths raises.
-        log: called with (op path, output) after each op, while values are logged.
     """
 
     def __init__(self, phase: str) -> None:
@@ -143,6 +154,7 @@ class RunCall(TorchFunctionMode):
         self.mutations = 0
         self.quantized_inputs: dict[int, tuple] = {}
         self.input_tags: dict[int, Tag] = {}
+        self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
 
     # Module I/O hooks
@@ -213,7 +225,9 @@ class RunCall(TorchFunctionMode):
             if intercepted.module.training and row.name != "identity":
                 return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
             return args[0] if args else next(iter(kwargs.values()))
-        return self.frame.next(row, intercepted.path).module(self, intercepted, args, kwargs)
+        hook = self.frame.next(row, intercepted.path)
+        output = hook.module(self, intercepted, args, kwargs)
+        return output if self.log is None else self._logged(hook, output)
 
     def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A leaf called by itself, outside of the model."""
@@ -238,7 +252,14 @@ class RunCall(TorchFunctionMode):
             return self._other(func, args, kwargs)
         if self.log_hooks:
             hook_log.debug("%s::%s.__torch_function__", self.frame.state.path or "<root>", row.name)
-        return self.frame.next(row, None).function(self, func, spelling, args, kwargs)
+        hook = self.frame.next(row, None)
+        output = hook.function(self, func, spelling, args, kwargs)
+        return output if self.log is None else self._logged(hook, output)
+
+    def _logged(self, hook: Hook, output: Any) -> Any:
+        if not (isinstance(output, Int8Tensor) and output.deferred is not None):  # inside a fusion there is no value
+            self.log(hook.op, output)
+        return output
 
     def _pass(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
         subject = args[0] if args else kwargs.get("input")

@@ -20,8 +20,8 @@ from .kernels import has_exact_int8_dot
 
 # Elements binned at a time: the temporaries of a chunk stay in the L2 cache, and big ones would cost page faults.
 _CHUNK = 1 << 18
-# Least number of bins on each side of zero.
-_MIN_HALF = 256
+# Bins that zeros take turns in: more than a CPU keeps in flight.
+_TURNS = 256
 # Bins never get finer than this range asks for: the smallest scale is float32's epsilon, 2**-23.
 _MIN_EXPONENT = -23
 
@@ -48,7 +48,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
     power of two for which the bins hold all values.
 
     Args:
-        bins: number of bins, an even number of at least 512. Half of them lie on each side of zero.
+        bins: number of bins, an even number of at least 16. Half of them lie on each side of zero.
         dtype: ``torch.quint8``, ``torch.uint8``, ``torch.qint8`` or ``torch.int8``; only a marker, as in ``QConfig``. No
             tensor of this dtype is made.
         qscheme: ``torch.per_tensor_affine``.
@@ -98,8 +98,8 @@ class HistogramObserver(UniformQuantizationObserverBase):
                 got=f"qscheme={qscheme}, is_dynamic={is_dynamic}",
                 hint="use an observer of torch.ao.quantization for other schemes",
             )
-        if bins < 2 * _MIN_HALF or bins % 2:
-            raise ConfigurationError("unusable number of bins", expected=f"even, {2 * _MIN_HALF} or more", got=bins)
+        if bins < 16 or bins % 2:
+            raise ConfigurationError("unusable number of bins", expected="an even number, 16 or more", got=bins)
         quant_min, quant_max = _integer_range(dtype, quant_min, quant_max, reduce_range)
         # The base class warns about reduce_range, once per observer; the range already says it.
         super().__init__(dtype=dtype, qscheme=qscheme, quant_min=quant_min, quant_max=quant_max, eps=eps)
@@ -127,8 +127,16 @@ class HistogramObserver(UniformQuantizationObserverBase):
             raise _not_finite(x)
         exponent = self._widen(low, high)
         # In place, so that buffers stay ordinary tensors when calibration runs in inference mode.
+        half = self.bins // 2
         for chunk in values.split(_CHUNK):
-            self.histogram += _bin_counts(chunk, exponent, self.bins, many_zeros=low == 0.0)
+            scaled = chunk.mul(half / 2.0**exponent)
+            if low == 0.0:
+                counts = _count_beside_zeros(scaled, half)
+                self.histogram[half:] += counts[:half]
+                self.histogram[half] += counts[half:].sum()
+            else:
+                # Scaling by a power of two and flooring are exact; adding first would round some values up.
+                self.histogram += torch.bincount(scaled.floor_().add_(half).to(torch.int32), minlength=self.bins)
         return x
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -310,31 +318,19 @@ def _exponent(low: float, high: float) -> int:
     return max(math.frexp(max(-low, high))[1], _MIN_EXPONENT)
 
 
-def _bin_counts(values: Tensor, exponent: int, bins: int, many_zeros: bool) -> Tensor:
-    """Counts of ``values``, float32 and at most ``_CHUNK`` of them; int64, shape ``(bins,)``."""
-    half = bins // 2
-    scaled = values * (half / 2.0**exponent)
-    if many_zeros:
-        # Half of the outputs of relu are zero, and counting into one bin again and again stalls the CPU: bincount takes
-        # 2.5 times as long. So, while counting, zeros go to the bins left of zero in turn; nothing else does.
-        scaled = _turns()[: scaled.numel()].lerp(scaled, scaled.sign())
-    # Multiplying by a power of two and flooring are exact; adding the half first would round some values up.
-    counts = torch.bincount(scaled.floor_().add_(half).to(torch.int32), minlength=bins)
-    if many_zeros:
-        counts[half] += counts[:half].sum()
-        counts[:half] = 0
-    return counts
+def _count_beside_zeros(scaled: Tensor, half: int) -> Tensor:
+    """Counts of the positive values by their integer part, in bins 0 to ``half - 1``; zeros are in the bins after.
+
+    Half of what relu returns is zero, and counting into one bin again and again stalls the CPU: bincount would take 2.5
+    times as long. So zeros take turns among many bins. ``scaled`` is overwritten.
+    """
+    torch.lerp(_turns(half)[: scaled.numel()], scaled, scaled.sign(), out=scaled)
+    return torch.bincount(scaled.to(torch.int32), minlength=half + _TURNS)
 
 
 @functools.cache
-def _turns() -> Tensor:
-    """-1, -2, ... -256, and again."""
-    return -1.0 - torch.arange(_CHUNK, dtype=torch.float32) % _MIN_HALF
-
-
-def _flat(x: Tensor) -> Tensor:
-    """All values in memory order: a view, also of channels_last, unless ``x`` has gaps or overlaps."""
-    return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+def _turns(first: int) -> Tensor:
+    return first + torch.arange(_CHUNK, dtype=torch.float32) % _TURNS
 
 
 def _not_finite(x: Tensor) -> CalibrationError:

@@ -29,6 +29,7 @@ _disabled = torch._C.DisableTorchFunction
 class Hook(Protocol):
     """What happens at one op. ``module`` serves leaf modules, ``function`` everything else."""
 
+    op: SeenOp
     row: OpRow
     module_path: str | None
     reads: Sequence[Read]
