@@ -85,7 +85,7 @@ class InterceptedForward:
         module: the module.
         path: its path in the model.
         token: shared by the model.
-        row, attributes: its op, if it is a leaf of the op table.
+        row, attributes: its op, if it is a leaf of the op table; ``passes`` if in eval that op changes nothing.
         state: its ``AutoQuantizationState``, if it is not a leaf or is the root.
     """
 
@@ -94,13 +94,22 @@ class InterceptedForward:
         self.previous = module.__dict__.get("forward")
         self.row: OpRow | None = None
         self.attributes: tuple[str, ...] = ()
+        self.passes = False
         self.state: AutoQuantizationState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = active.call
-        if call is not None and call.token is self.token:
+        if call is None or call.token is not self.token:
+            return self.token.start(self, args, kwargs)
+        frame = call.frame
+        if self.row is None or frame is None or call.slow:
             return call.enter(self, args, kwargs)
-        return self.token.start(self, args, kwargs)
+        if self.passes and not self.module.training:
+            return args[0] if args else next(iter(kwargs.values()))
+        hook = frame.next(self.row, self.path)
+        if kwargs or len(args) != 1:
+            return hook.module(call, self, args, kwargs)
+        return hook.leaf(call, self, args[0])
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own forward."""
@@ -156,6 +165,7 @@ class RunCall(TorchFunctionMode):
         self.input_tags: dict[int, Tag] = {}
         self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
+        self.slow = self.log is not None or self.log_hooks
 
     # Module I/O hooks
 
@@ -187,8 +197,7 @@ class RunCall(TorchFunctionMode):
             hook_log.debug("%s.__call__ start", intercepted.path or "<root>")
         state = intercepted.state
         if state is None or intercepted.row is not None and self.frame is not None:
-            with _disabled():
-                output = self._leaf(intercepted, args, kwargs)
+            output = self._leaf(intercepted, args, kwargs)
         else:
             output = self._module(intercepted, state, args, kwargs)
         if self.log_hooks:
@@ -206,8 +215,7 @@ class RunCall(TorchFunctionMode):
         self.frame = Frame(state, hooks)
         try:
             if intercepted.row is not None:
-                with _disabled():
-                    output = self._leaf(intercepted, args, kwargs)
+                output = self._leaf(intercepted, args, kwargs)
             else:
                 output = intercepted.original(*args, **kwargs)
             self.frame.finish()
@@ -219,12 +227,11 @@ class RunCall(TorchFunctionMode):
 
     def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         row = intercepted.row
-        if row is None or self.frame is None:
-            return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
-        if row.role is Role.PASS:
-            if intercepted.module.training and row.name != "identity":
+        if row is None or self.frame is None or row.role is Role.PASS:
+            if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
+                return args[0] if args else next(iter(kwargs.values()))
+            with _disabled():
                 return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
-            return args[0] if args else next(iter(kwargs.values()))
         hook = self.frame.next(row, intercepted.path)
         output = hook.module(self, intercepted, args, kwargs)
         return output if self.log is None else self._logged(hook, output)
@@ -238,7 +245,7 @@ class RunCall(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and hook.reads:
                     self.input_tags[id(leaf)] = hook.reads[0].tag
-            return plain(hook.module(self, intercepted, args, kwargs, alone=True))
+            return tree_map(plain, hook.module(self, intercepted, args, kwargs, alone=True))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or _NO_KWARGS

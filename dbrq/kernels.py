@@ -5,9 +5,9 @@ shapes, dtypes and layouts before it calls one. Activations are ``uint8``, weigh
 """
 
 import functools
-import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,10 @@ from .errors import KernelInputError
 _ROUND = 12582912.0
 # Above this many elements, padding the input by hand costs more than the weights' reorder that it saves.
 _PAD_BY_HAND_BELOW = 400_000
+_qconv = torch.ops.onednn.qconv_pointwise.default
+_qconv_sum = torch.ops.onednn.qconv2d_pointwise.binary
+_qlinear = torch.ops.onednn.qlinear_pointwise.default
+_qlinear_sum = torch.ops.onednn.qlinear_pointwise.binary
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class PostOp:
     """An element-wise function fused behind a convolution or linear layer, in the kernels' own words."""
 
     name: str = "none"
-    args: tuple[float, ...] = ()
+    args: Sequence[float] = ()
     algorithm: str = ""
 
 
@@ -160,7 +164,8 @@ class PackedConv:
         self.kernel = list(weight.shape[2:])
         self.in_channels = weight.shape[1] * groups
         self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
-        self._packed: dict[tuple, Tensor] = {}
+        self._packed: dict[tuple, Tensor] = {}  # padding and input shape -> one of ...
+        self._layouts: dict[bytes, Tensor] = {}  # layout -> packed weight
         self._shifted_bias: dict[tuple[float, int], Tensor] = {}
         self._shapes: dict[torch.Size, torch.Size] = {}
 
@@ -196,14 +201,16 @@ class PackedConv:
         self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
     ) -> Tensor:
         """uint8 input -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
-        _require(q.dtype is torch.uint8, "conv", "a uint8 tensor", q)
-        self.output_shape(q.shape)
+        if q.dtype is not torch.uint8:
+            raise _bad("conv", "a uint8 tensor", q)
+        if q.shape not in self._shapes:
+            self.output_shape(q.shape)
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
-        result = torch.ops.onednn.qconv_pointwise.default(
+        result = _qconv(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, bias,
             self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
-            post_op.name, list(post_op.args), post_op.algorithm,
+            post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
 
@@ -214,17 +221,17 @@ class PackedConv:
 
         ``accumulator`` is uint8 with qparams ``accumulated`` and the result uint8 with ``out``; or both are float32.
         """
-        _require(self.ndim == 2, "conv + sum", "a conv2d", q)
-        _require(q.dtype is torch.uint8, "conv + sum", "a uint8 tensor", q)
+        if self.ndim != 2 or q.dtype is not torch.uint8:
+            raise _bad("conv + sum", "a conv2d and a uint8 tensor", q)
         shape = self.output_shape(q.shape)
-        _require(accumulator.shape == shape, "conv + sum", f"an accumulator of shape {tuple(shape)}", accumulator)
         dtype = torch.float32 if accumulated is None else torch.uint8
-        _require(accumulator.dtype is dtype and (accumulated is None) == (out is None), "conv + sum", f"{dtype}", accumulator)
+        if accumulator.shape != shape or accumulator.dtype is not dtype or (accumulated is None) != (out is None):
+            raise _bad("conv + sum", f"an accumulator of {dtype} {tuple(shape)}", accumulator)
         accumulator = accumulator.contiguous(memory_format=torch.channels_last)
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
         scale, zero = (1.0, 0) if out is None else (out.scale, out.zero_point)
         acc_scale, acc_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
-        result = torch.ops.onednn.qconv2d_pointwise.binary(
+        result = _qconv_sum(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, accumulator, bias,
             self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
             acc_scale, acc_zero, "sum", 1.0, "relu" if relu else "none", [], "",
@@ -241,21 +248,26 @@ class PackedConv:
             q = q.contiguous(memory_format=torch.channels_last)
         zero_point, padding = qparams.zero_point, self.padding
         if zero_point == 0:
-            return q, 0, self._pack(padding), self.bias, padding
+            return q, 0, self._pack(padding, q.shape), self.bias, padding
         if any(padding):
             if q.numel() > _PAD_BY_HAND_BELOW:
-                return q, zero_point, self._pack(padding), self.bias, padding
+                return q, zero_point, self._pack(padding, q.shape), self.bias, padding
             q = _pad_zero_point(q, padding, zero_point)
             padding = [0] * self.ndim
-        return q, 0, self._pack(padding), self._bias_with_zero_point(qparams), padding
+        return q, 0, self._pack(padding, q.shape), self._bias_with_zero_point(qparams), padding
 
-    def _pack(self, padding: list[int]) -> Tensor:
-        key = tuple(padding)
+    def _pack(self, padding: list[int], shape: torch.Size) -> Tensor:
+        """The weight in the layout the kernel wants for this input shape; with another it would reorder at every call."""
+        key = (*padding, *shape)
         packed = self._packed.get(key)
         if packed is None:
             packed = torch.ops.onednn.qconv_prepack(
-                self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, None
+                self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, list(shape)
             )
+            layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+            packed = self._layouts.setdefault(layout, packed)
+            if len(self._packed) > 256:
+                self._packed.clear()
             self._packed[key] = packed
         return packed
 
@@ -303,13 +315,14 @@ class PackedLinear:
         self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
     ) -> Tensor:
         """uint8 input ``[..., in]`` -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
-        _require(q.dtype is torch.uint8, "linear", "a uint8 tensor", q)
+        if q.dtype is not torch.uint8:
+            raise _bad("linear", "a uint8 tensor", q)
         shape = self.output_shape(q.shape)
         q = q.contiguous()
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
-        result = torch.ops.onednn.qlinear_pointwise.default(
+        result = _qlinear(
             q if q.dim() > 1 else q.unsqueeze(0), qparams.scale, qparams.zero_point, self._packed, self.scale,
-            self._zero_points, self.bias, scale, zero, dtype, post_op.name, list(post_op.args), post_op.algorithm,
+            self._zero_points, self.bias, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
         if out is not None and out.quant_max != 255:
             result.clamp_(out.quant_min, out.quant_max)
@@ -317,15 +330,14 @@ class PackedLinear:
 
     def add_(self, q: Tensor, qparams: QParams, accumulator: Tensor, relu: bool) -> Tensor:
         """linear(q) + accumulator [+ relu], written over the float32 ``accumulator``, which must be the caller's own."""
-        _require(q.dtype is torch.uint8, "linear + sum", "a uint8 tensor", q)
+        if q.dtype is not torch.uint8:
+            raise _bad("linear + sum", "a uint8 tensor", q)
         shape = self.output_shape(q.shape)
-        _require(
-            accumulator.shape == shape and accumulator.dtype is torch.float32 and accumulator.is_contiguous(),
-            "linear + sum", f"a contiguous float32 accumulator of shape {tuple(shape)}", accumulator,
-        )  # fmt: skip
+        if accumulator.shape != shape or accumulator.dtype is not torch.float32 or not accumulator.is_contiguous():
+            raise _bad("linear + sum", f"a contiguous float32 accumulator of shape {tuple(shape)}", accumulator)
         if q.dim() == 1:
             return self.add_(q.unsqueeze(0), qparams, accumulator.unsqueeze(0), relu).squeeze(0)
-        return torch.ops.onednn.qlinear_pointwise.binary(
+        return _qlinear_sum(
             q.contiguous(), qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, accumulator,
             self.bias, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
@@ -388,7 +400,10 @@ def dynamic_qparams(x: Tensor, reduce_range: bool) -> QParams:
     low, high = min(low, 0.0), max(high, 0.0)
     top = 127 if reduce_range else 255
     scale = (high - low) / top
-    if not scale > 1e-12:  # constant zero, or NaN
+    if not math.isfinite(scale):
+        raise KernelInputError("a dynamically quantized activation has NaN or infinity", got=f"range {low} to {high}",
+                               hint="check the input, or keep this op in float with qconfig None")  # fmt: skip
+    if scale < 1e-12:  # constant zero
         return QParams(1.0, 0, 0, top)
     return QParams(scale, min(top, max(0, round(-low / scale))), 0, top)
 
@@ -398,7 +413,7 @@ def pad_mode(q: Tensor, pads: Sequence[int], mode: str) -> Tensor:
 
     ``pads`` is in ``F.pad``'s order: last dimension first, two numbers each.
     """
-    for i, (left, right) in enumerate(itertools.batched(pads, 2) if hasattr(itertools, "batched") else zip(pads[::2], pads[1::2])):
+    for i, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         dim = q.dim() - 1 - i
         size = q.shape[dim]
         if not (left or right):
@@ -416,12 +431,12 @@ def pad_mode(q: Tensor, pads: Sequence[int], mode: str) -> Tensor:
     return q
 
 
-def with_quant_range(qparams: QParams, quant_min: int, quant_max: int) -> QParams:
-    return replace(qparams, quant_min=quant_min, quant_max=quant_max)
-
-
 def _require(condition: bool, op: str, expected: str, got: Tensor) -> None:
     if not condition:
-        raise KernelInputError(
-            f"{op}: no kernel takes this tensor", op=op, expected=expected, got=f"{got.dtype} {tuple(got.shape)}"
-        )
+        raise _bad(op, expected, got)
+
+
+def _bad(op: str, expected: str, got: Tensor) -> KernelInputError:
+    return KernelInputError(
+        f"{op}: no kernel takes this tensor", op=op, expected=expected, got=f"{got.dtype} {tuple(got.shape)}"
+    )

@@ -75,7 +75,7 @@ class OpRow:
         return f"<op {self.name}>"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Spelling:
     """One way to write a row: its parameters in this spelling's order, and whether it writes to its first argument."""
 
@@ -84,8 +84,16 @@ class Spelling:
     defaults: Mapping[str, Any]
     inplace: bool = False
 
+    @functools.cached_property
+    def _tail(self) -> list[Any] | None:
+        """Defaults in the row's order, if this spelling has that order too."""
+        names = _names(self.row.params)
+        return [self.defaults.get(n) for n in names] if self.names == names else None
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Arguments as a list in the row's own order, defaults filled in."""
+        if not kwargs and self._tail is not None:
+            return [*args, *self._tail[len(args) :]]
         values = {**self.defaults, **dict(zip(self.names, args, strict=False))}
         for name, value in kwargs.items():
             values[_ALIASES.get(name, name)] = value

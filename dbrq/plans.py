@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
 
 Quantized = tuple[Tensor, QParams]
+_disabled = torch._C.DisableTorchFunction
 
 
 def plan(state: AutoQuantizationState, op: SeenOp) -> Plan:
@@ -60,12 +61,17 @@ class Plan:
 
     # The two ways an op is spelled
 
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        """The op as a leaf module with one argument; the hot path, runs under the function mode."""
+        return self.module(call, leaf, (x,), {})
+
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
         """The op as a leaf module."""
-        if self.op.decision.precision == "float":
-            return self._tagged(leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
-        bound = bind_leaf(leaf, args, kwargs)
-        return self._finish(bound, self.run(call, bound), self.op.inplace)
+        with _disabled():
+            if self.op.decision.precision == "float":
+                return self._tagged(leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
+            bound = bind_leaf(leaf, args, kwargs)
+            return self._finish(bound, self.run(call, bound), self.op.inplace)
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
@@ -167,16 +173,16 @@ class Fused:
     Running it is put off until its reader is: the recorded one continues it, any other gets the float value so far.
     """
 
-    __slots__ = ("done", "other", "plan", "q", "qparams", "value_id")
+    __slots__ = ("other", "plan", "q", "qparams")
 
-    def __init__(self, plan: ComputePlan, q: Tensor, qparams: QParams, done: int, other: Any, value_id: int) -> None:
-        self.plan, self.q, self.qparams = plan, q, qparams
-        self.done, self.other, self.value_id = done, other, value_id
+    def __init__(self, plan: ComputePlan, q: Tensor, qparams: QParams, other: Any = None) -> None:
+        self.plan, self.q, self.qparams, self.other = plan, q, qparams, other
 
-    def value(self) -> Tensor:
-        result = self.plan.execute(self.q, self.qparams, self.done, self.other, None)
-        result.__dict__[TAG] = self.value_id
-        return result
+    def value(self, stage: int) -> Tensor:
+        with _disabled():
+            result = self.plan.execute(self.q, self.qparams, stage, self.other, None)
+            result.__dict__[TAG] = self.plan.value_ids[stage]
+            return result
 
 
 class ComputePlan(Plan):
@@ -190,36 +196,65 @@ class ComputePlan(Plan):
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
         self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = {}
         self._post_ops: dict[int, PostOp] = {}
-        self.contiguous = (self.steps[-1] if self.steps else None) is None and op.result.contiguous
-        self.batched_rank = self.row.ndim + 2
+        self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
+        self.contiguous = op.result.contiguous
+        self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
+        self.adds = any(step.op.name == "add" for step in self.steps)
+        self.value_ids = [op.result.id, *(step.value for step in self.steps)]
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            shape = self._usual.get(x.size_)
+            if shape is not None:
+                if self.steps:
+                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams), 0)  # type: ignore[arg-type]
+                with _disabled():
+                    return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
+        return self.module(call, leaf, (x,), {})
+
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+        if kwargs or alone:
+            return plain(super().module(call, leaf, args, kwargs)) if alone else super().module(call, leaf, args, kwargs)
+        with _disabled():
+            return self.run(call, args)
+
+    def run(self, call: RunCall, bound: Sequence[Any]) -> Any:
         x = bound[0]
-        found = self.read_int8(call, x, 0)
-        if found is None or not x.numel() or (self.row.ndim and x.dim() == self.batched_rank - 1):
-            return self._unusual(found, bound)
-        q, qparams = found
-        if self.op.pad is not None:
-            q = kernels.pad_mode(q, *self.op.pad)
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            q, qparams = x.data_u8, x.qparams
+        else:
+            found = self.read_int8(call, x, 0)
+            if found is None:
+                return self._unusual(None, call, bound)
+            q, qparams = found
+        if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
+            return self._unusual((q, qparams), call, bound)
         if self.row.ndim and self.op.module is None:
             self._check_settings(bound)
-        if not self.steps:
-            result = self.execute(q, qparams, 0, None, self.out)
-            if self.out is not None:
-                return Int8Tensor(result.shape, result, self.out)
-            return self._tagged(result)
-        packed = self.packed(False if self.steps[0].op.role is not Role.NORM else True)
-        return Int8Tensor(packed.output_shape(q.shape), None, None, Fused(self, q, qparams, 0, None, self.op.result.id))
+        if self.op.pad is not None:
+            q = kernels.pad_mode(q, *self.op.pad)
+        shape = self.packed(self.folds).output_shape(q.shape)
+        if self.op.pad is None and len(self._usual) < 256:
+            self._usual[q.shape] = shape
+        if self.steps:
+            return Int8Tensor.under_way(shape, Fused(self, q, qparams), 0)
+        return self._result(q, qparams, shape)
 
-    def _unusual(self, found: Quantized | None, bound: list[Any]) -> Any:
+    def _result(self, q: Tensor, qparams: QParams, shape: torch.Size) -> Tensor:
+        result = self.execute(q, qparams, 0, None, self.out)
+        return self._tagged(result) if self.out is None else Int8Tensor(shape, result, self.out)
+
+    def _unusual(self, found: Quantized | None, call: RunCall, bound: Sequence[Any]) -> Any:
         """Inputs without batch dimension, empty ones, and values of another origin."""
-        x = bound[0]
-        if found is not None and x.numel() and self.op.pad is None:
+        if found is not None and found[0].numel() and self.op.pad is None:
             q, qparams = found
             return self._tagged(self.execute(q.unsqueeze(0), qparams, 0, None, None).squeeze(0))
-        return self._tagged(self.run_plain(bound))
+        if self.op.module is not None:
+            module = self.modules[self.op.module]
+            return self._tagged(type(module).forward(module, plain(bound[0])))
+        return self._tagged(self.run_plain(list(bound)))
 
-    def _check_settings(self, bound: list[Any]) -> None:
+    def _check_settings(self, bound: Sequence[Any]) -> None:
         constants = tuple(tuple(b) if isinstance(b, list) else b for b in bound[3:7])
         if constants != tuple(self.op.constants[3:7]):
             raise DeviationError(
@@ -263,22 +298,24 @@ class ComputePlan(Plan):
             padding = [0 if padding == "valid" else d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True)]
         return Watched(sources), PackedConv(weight, scale, bias, _ints(stride, n), _ints(padding, n), dilation, groups)
 
-    def execute(self, q: Tensor, qparams: QParams, done: int, other: Any, out: QParams | None) -> Tensor:
-        """The layer and its first ``done`` followers: uint8 with qparams ``out``, or float32 where that is None."""
-        steps = self.steps[:done]
-        packed = self.packed(bool(steps) and steps[0].op.role is Role.NORM)
+    def execute(self, q: Tensor, qparams: QParams, stage: int, other: Any, out: QParams | None) -> Tensor:
+        """The layer and its first ``stage`` followers: uint8 with qparams ``out``, or float32 where that is None."""
+        packed = self.packed(self.folds and stage > 0)
         if other is not None:
-            return self._sum(packed, q, qparams, other, any(s.op.name != "add" and s.op.role is not Role.NORM for s in steps), out)
-        post_op = self._post_ops.get(done)
+            return self._sum(packed, q, qparams, other, self.steps[stage - 1].op.role is Role.ACTIVATION, out)
+        post_op = self._post_ops.get(stage)
         if post_op is None:
-            last = steps[-1] if steps else None
-            post_op = NO_POST_OP
-            if last is not None and last.op.role is Role.ACTIVATION:
-                assert last.op.post_op is not None
-                post_op = last.op.post_op(last.constants) or NO_POST_OP
-            self._post_ops[done] = post_op
+            post_op = self._post_ops[stage] = self._post_op(stage)
         result = packed(q, qparams, post_op, out)
-        return result if out is not None or not self.op.result.contiguous else result.contiguous()
+        return result if out is not None or not self.contiguous else result.contiguous()
+
+    def _post_op(self, stage: int) -> PostOp:
+        step = self.steps[stage - 1] if stage else None
+        if step is None or step.op.post_op is None:
+            return NO_POST_OP
+        found = step.op.post_op(step.constants)
+        assert found is not None
+        return PostOp(found.name, list(found.args), found.algorithm)
 
     def _sum(self, packed: Any, q: Tensor, qparams: QParams, other: Any, relu: bool, out: QParams | None) -> Tensor:
         """The layer plus another value, accumulated into a copy of that value."""
@@ -297,7 +334,7 @@ class ComputePlan(Plan):
             result = packed.add_(q, qparams, accumulator.contiguous(), relu)
         if out is not None:
             return quantize(result, out)
-        return result.contiguous() if self.op.result.contiguous else result
+        return result.contiguous() if self.contiguous else result
 
 
 def _ints(value: Any, count: int) -> list[int]:
@@ -310,28 +347,47 @@ class FusedPlan(Plan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         self.expects = op.decision.member_of
+        self.adds = self.row.role is Role.ELEMENTWISE
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        if not self._continues(x):
+            return self.module(call, leaf, (x,), {})
+        output = self._continue(x, x.deferred)
+        if self.op.inplace:
+            x.become(output)
+            return x
+        return output
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
-        slots = bound[:2] if self.row.role is Role.ELEMENTWISE else bound[:1]
+        slots = bound[:2] if self.adds else bound[:1]
         slot = next((i for i, x in enumerate(slots) if self._continues(x)), None)
         if slot is None:
             return self.write(self.run_plain(bound))
-        fused = bound[slot].deferred
-        done, other = fused.done + 1, fused.other
-        if self.row.role is Role.ELEMENTWISE:
+        x = bound[slot]
+        fused = x.deferred
+        if self.adds:
             other = self._other(call, bound[1 - slot])
             if other is None:
                 return self.write(self.run_plain(bound))
-        under_way = Fused(fused.plan, fused.q, fused.qparams, done, other, self.op.result.id)
-        if done < len(fused.plan.steps):
-            return Int8Tensor(bound[slot].shape, None, None, under_way)
-        if self.out is None:
-            return self._tagged(under_way.value())
-        data = fused.plan.execute(fused.q, fused.qparams, done, other, self.out)
-        return Int8Tensor(data.shape, data, self.out)
+            fused = Fused(fused.plan, fused.q, fused.qparams, other)
+        return self._continue(x, fused)
 
     def _continues(self, x: Any) -> bool:
-        return type(x) is Int8Tensor and x.deferred is not None and x.deferred.value_id == self.expects  # type: ignore[attr-defined]
+        """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""
+        if type(x) is not Int8Tensor or x.deferred is None:
+            return False
+        return x.deferred.plan.value_ids[x.stage] == self.expects  # type: ignore[attr-defined]
+
+    def _continue(self, x: Int8Tensor, fused: Fused) -> Any:
+        """One op further: run what is now complete, or put it off again."""
+        stage, plan = x.stage + 1, fused.plan
+        if stage < len(plan.steps):
+            return Int8Tensor.under_way(x.size_, fused, stage)
+        if self.out is None:
+            return self._tagged(fused.value(stage))
+        with _disabled():
+            data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
+        return Int8Tensor(x.size_, data, self.out)
 
     def _other(self, call: RunCall, x: Any) -> Any:
         """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change it."""

@@ -19,6 +19,7 @@ from .mappings import OpRow, Role, Spelling
 from .record import Read, SeenCall, SeenOp, Tag
 from .reference import run_float
 from .watch import activations, bind_leaf
+from .weights import Watched, norm_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +28,14 @@ _disabled = torch._C.DisableTorchFunction
 
 
 class Hook(Protocol):
-    """What happens at one op. ``module`` serves leaf modules, ``function`` everything else."""
+    """What happens at one op. ``module`` serves leaf modules (``leaf``: with one argument), ``function`` everything else."""
 
     op: SeenOp
     row: OpRow
     module_path: str | None
     reads: Sequence[Read]
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any: ...
 
@@ -62,7 +65,7 @@ class AutoQuantizationState(nn.Module):
         self.register_buffer("scale", torch.empty(0))
         self.register_buffer("zero_point", torch.empty(0, dtype=torch.int64))
         self._hooks: dict[int, list[Hook]] = {}
-        self._built_from: tuple = ()
+        self._watched: Watched | None = None
 
     # What was seen
 
@@ -104,9 +107,8 @@ class AutoQuantizationState(nn.Module):
     def hooks(self, count: int) -> list[Hook] | None:
         """The op hooks of the module's call number ``count`` in a run."""
         with _disabled():
-            current = (self.scale, _version(self.scale), self.zero_point, _version(self.zero_point))
-            if not _same(current, self._built_from):
-                self._hooks, self._built_from = {}, current
+            if self.slots and not self._qparams_unchanged():
+                self._hooks = {}
             hooks = self._hooks.get(count)
             if hooks is None:
                 if count >= len(self.calls):
@@ -114,6 +116,12 @@ class AutoQuantizationState(nn.Module):
                 hooks = [self._hook(op) for op in self.calls[count].paths[0]]
                 self._hooks[count] = hooks
             return hooks
+
+    def _qparams_unchanged(self) -> bool:
+        if self._watched is not None and self._watched.unchanged():
+            return True
+        self._watched = Watched([(self._buffers, "scale"), (self._buffers, "zero_point")])
+        return False
 
     def _hook(self, op: SeenOp) -> Hook:
         if self.token.phase == "observe":
@@ -123,7 +131,7 @@ class AutoQuantizationState(nn.Module):
         return plan(self, op)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_hooks": {}, "_built_from": ()}
+        return {**self.__dict__, "_hooks": {}, "_watched": None}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
         import copy
@@ -159,10 +167,6 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _same(a: tuple, b: tuple) -> bool:
-    return len(a) == len(b) and all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a, b, strict=True))
-
-
 class ObserveHook:
     """Op hook of a prepared model: observes what the op reads as int8, or fake-quantizes it, and runs the op."""
 
@@ -181,16 +185,17 @@ class ObserveHook:
         self.state = state
         self.fakes = self.weight_fake_quant is not None or any(_is_fake_quantize(o) for _, o in self.observers)
 
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        return self.module(call, leaf, (x,), {})
+
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
-        if alone:
-            return leaf.original(*args, **kwargs)
-        if not self.observers and not self.fakes:
-            return leaf.original(*args, **kwargs)
-        bound = bind_leaf(leaf, args, kwargs)
-        changed = self._observe(bound)
-        if not changed:
-            return leaf.original(*args, **kwargs)
-        return run_float(self.row, bound, self.op.pad)
+        with _disabled():
+            if alone or not self.observers and not self.fakes:
+                return leaf.original(*args, **kwargs)
+            bound = bind_leaf(leaf, args, kwargs)
+            if not self._observe(bound):
+                return leaf.original(*args, **kwargs)
+            return run_float(self.row, bound, self.op.pad)
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         if not self.observers and not self.fakes:
@@ -235,8 +240,6 @@ class ObserveHook:
 
     def _fake_weight(self, weight: Tensor) -> Tensor:
         """The weight as conversion will round it: scaled by the batch norm that folds into it, and back."""
-        from .weights import norm_scale
-
         assert self.weight_fake_quant is not None
         chain = self.op.decision.chain
         if not chain or chain[0].op.role is not Role.NORM:

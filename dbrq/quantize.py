@@ -150,6 +150,7 @@ def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn
         found = leaf_row(module)
         if found is not None:
             intercepted.row, intercepted.attributes = found
+            intercepted.passes = found[0].role is Role.PASS
         elif is_torch_leaf(module) and module is not target:
             continue
         if found is None or module is target:

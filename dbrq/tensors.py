@@ -70,32 +70,39 @@ class Lazy(torch.Tensor):
 
 
 class Deferred(Protocol):
-    """A value whose computation waits until its reader is known."""
+    """A fusion under way: its value after ``stage`` followers of its head."""
 
-    def value(self) -> Tensor: ...
+    def value(self, stage: int) -> Tensor: ...
 
 
 class Int8Tensor(Lazy):
-    """An activation: uint8 elements with their qparams, or a deferred fusion, or (once asked for) float32 elements.
+    """An activation: uint8 elements with their qparams, or a fusion under way, or (once asked for) float32 elements.
 
     Attributes:
+        size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
         qparams: what they mean.
-        deferred: a fusion under way, until it is read; then ``data_u8`` is None.
+        deferred, stage: a fusion under way and how far it has come, until it is read.
         alias: a cell shared by all views of one value, True once a second one exists.
     """
 
-    data_u8: Tensor | None
-    qparams: QParams | None
-    deferred: Deferred | None
-    alias: list
+    data_u8: Tensor | None = None
+    qparams: QParams | None = None
+    deferred: Deferred | None = None
+    stage: int = 0
+    alias: list | None = None
+    _float: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, deferred: Deferred | None = None):
+    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None):
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
-        self.data_u8, self.qparams, self.deferred = data_u8, qparams, deferred
-        self._float = None
-        self.alias = None
+        self.size_, self.data_u8, self.qparams = shape, data_u8, qparams
+        return self
+
+    @classmethod
+    def under_way(cls, shape: torch.Size, deferred: Deferred, stage: int) -> Int8Tensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        self.size_, self.deferred, self.stage = shape, deferred, stage
         return self
 
     def float_value(self) -> Tensor:
@@ -103,7 +110,7 @@ class Int8Tensor(Lazy):
             if self.data_u8 is not None:
                 self._float = dequantize(self.data_u8, self.qparams).contiguous()
             else:
-                self._float = self.deferred.value()
+                self._float = self.deferred.value(self.stage)
                 self.deferred = None
         return self._float
 
@@ -116,9 +123,8 @@ class Int8Tensor(Lazy):
                 hint="let example_inputs take this path, or write the op out of place",
             )
         if isinstance(other, Int8Tensor):
-            self.data_u8, self.qparams, self.deferred, self._float = (
-                other.data_u8, other.qparams, other.deferred, other._float,
-            )  # fmt: skip
+            self.data_u8, self.qparams, self._float = other.data_u8, other.qparams, other._float
+            self.deferred, self.stage = other.deferred, other.stage
         else:
             self.data_u8 = self.qparams = self.deferred = None
             self._float = other

@@ -91,6 +91,7 @@ class Watch(TorchFunctionMode):
         self.model, self.opaque, self.on_op = model, opaque, on_op
         self.record = Record()
         self.token = self
+        self.slow = True  # every module call comes to enter
         self.frame: _Frame | None = None
         self.leaf: InterceptedForward | None = None
         self.hidden = 0  # depth inside an opaque module

@@ -7,6 +7,7 @@ never saved, and rebuilt when what they came from changes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +94,18 @@ class Watched:
     """Tells whether tensors that something was derived from are still the same, by identity and version."""
 
     def __init__(self, sources: Sequence[tuple[dict, str]]) -> None:
-        self._seen = [(d, name, d[name], _version(d[name])) for d, name in sources if d.get(name) is not None]
+        self._places = [(d, name, d[name]) for d, name in sources if d.get(name) is not None]
+        self._tensors = [tensor for _, _, tensor in self._places if not tensor.is_inference()]
+        self._versions = sum(map(_version, self._tensors))
 
     def unchanged(self) -> bool:
-        return all(d.get(name) is tensor and _version(tensor) == version for d, name, tensor, version in self._seen)
+        for registered, name, tensor in self._places:
+            if registered.get(name) is not tensor:
+                return False
+        return sum(map(_version, self._tensors)) == self._versions
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+_version = operator.attrgetter("_version")
 
 
 def source_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> tuple[dict, str]:

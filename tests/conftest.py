@@ -1,0 +1,33 @@
+"""What every test relies on: quiet threads, warnings that are not swallowed, equal random numbers, an importable torchvision."""
+
+import os
+import random
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts its threads
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(2)
+# torch gives most warnings once in a process; the filter in setup.cfg must meet them in every test.
+torch.set_warn_always(True)
+
+# torchvision registers fakes for operators of its C++ library, which a build for another torch does not load.
+_TORCHVISION = torch.library.Library("torchvision", "DEF")  # the operators live as long as this
+for _schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+                "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
+    try:
+        _TORCHVISION.define(_schema)
+    except RuntimeError:  # the real ones are there
+        pass
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Each test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    yield
