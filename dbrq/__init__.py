@@ -22,7 +22,7 @@ from .errors import (
 )
 from .fusion import find_fusions
 from .observers import HistogramObserver, default_qconfig_mapping
-from .quantize import calibrate, convert, prepare, quantize
+from .workflow import calibrate, convert, prepare, quantize
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
 from .saving import load, save

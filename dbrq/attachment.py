@@ -46,6 +46,7 @@ def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable
     _original(module, previous, "_apply")(fn, recurse)
     if recurse:
         state_of(module)._apply(fn)
+        state_of(module).refresh()
     return module
 
 
@@ -77,6 +78,7 @@ def _load(
 ) -> None:
     own = f"{prefix}{STATE}."
     values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
+    state_of(module).refresh()
     try:
         result = state_of(module).load_state_dict(values, strict=False, assign=metadata.get("assign_to_params_buffers", False))
     except RuntimeError as error:

@@ -106,7 +106,11 @@ class InterceptedForward:
             return call.enter(self, args, kwargs)
         if self.passes and not self.module.training:
             return args[0] if args else next(iter(kwargs.values()))
-        hook = frame.next(self.row, self.path)
+        index, hooks = frame.index, frame.hooks
+        if index < len(hooks) and (hook := hooks[index]).module_path == self.path:
+            frame.index = index + 1
+        else:
+            hook = frame.next(self.row, self.path)
         if kwargs or len(args) != 1:
             return hook.module(call, self, args, kwargs)
         return hook.leaf(call, self, args[0])

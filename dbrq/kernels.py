@@ -6,7 +6,7 @@ shapes, dtypes and layouts before it calls one. Activations are ``uint8``, weigh
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -213,6 +213,26 @@ class PackedConv:
             post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
+
+    def bind(self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None) -> Callable[[Tensor], Tensor] | None:
+        """A callable for many inputs of one shape, its checks done beforehand; None where each needs care of its own."""
+        by_hand = qparams.zero_point != 0 and any(self.padding)
+        if self.ndim != 2 or by_hand or (out is not None and out.quant_max != 255):
+            return None
+        self.output_shape(shape)
+        bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
+        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+        arguments = (
+            qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias, self.stride, self.padding,
+            self.dilation, self.groups, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
+        )  # fmt: skip
+
+        def run(q: Tensor) -> Tensor:
+            if q.shape != shape or q.dtype is not torch.uint8:
+                raise _bad("conv", f"uint8 {tuple(shape)}", q)
+            return _qconv(q.contiguous(memory_format=torch.channels_last), *arguments)
+
+        return run
 
     def add_(
         self, q: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool, out: QParams | None

@@ -196,6 +196,7 @@ class ComputePlan(Plan):
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
         self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = {}
         self._post_ops: dict[int, PostOp] = {}
+        self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
         self.contiguous = op.result.contiguous
         self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
@@ -301,11 +302,20 @@ class ComputePlan(Plan):
     def execute(self, q: Tensor, qparams: QParams, stage: int, other: Any, out: QParams | None) -> Tensor:
         """The layer and its first ``stage`` followers: uint8 with qparams ``out``, or float32 where that is None."""
         packed = self.packed(self.folds and stage > 0)
+        bound = self._bound.get((q.shape, stage))
+        if bound is not None and bound[0] is packed and bound[1] is qparams and bound[2] is out and other is None:
+            return bound[3](q)
         if other is not None:
             return self._sum(packed, q, qparams, other, self.steps[stage - 1].op.role is Role.ACTIVATION, out)
         post_op = self._post_ops.get(stage)
         if post_op is None:
             post_op = self._post_ops[stage] = self._post_op(stage)
+        if out is not None and isinstance(packed, PackedConv):
+            ready = packed.bind(q.shape, qparams, post_op, out)
+            if ready is not None:
+                if len(self._bound) > 64:
+                    self._bound.clear()
+                self._bound[q.shape, stage] = (packed, qparams, out, ready)
         result = packed(q, qparams, post_op, out)
         return result if out is not None or not self.contiguous else result.contiguous()
 
@@ -352,11 +362,22 @@ class FusedPlan(Plan):
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
         if not self._continues(x):
             return self.module(call, leaf, (x,), {})
-        output = self._continue(x, x.deferred)
-        if self.op.inplace:
-            x.become(output)
-            return x
-        return output
+        return self._continue(x, x.deferred, self.op.inplace)
+
+    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        if not self.adds or kwargs or len(args) != 2:
+            return super().function(call, func, spelling, args, kwargs)
+        x, other = args
+        swapped = not self._continues(x)
+        if swapped:
+            x, other = other, x
+        if not (self._continues(x) if swapped else True):
+            return super().function(call, func, spelling, args, kwargs)
+        read = self._other(call, other)
+        if read is None or (spelling.inplace and swapped):
+            return super().function(call, func, spelling, args, kwargs)
+        fused = x.deferred
+        return self._continue(x, Fused(fused.plan, fused.q, fused.qparams, read), spelling.inplace)
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         slots = bound[:2] if self.adds else bound[:1]
@@ -378,16 +399,26 @@ class FusedPlan(Plan):
             return False
         return x.deferred.plan.value_ids[x.stage] == self.expects  # type: ignore[attr-defined]
 
-    def _continue(self, x: Int8Tensor, fused: Fused) -> Any:
-        """One op further: run what is now complete, or put it off again."""
+    def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
+        """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
         stage, plan = x.stage + 1, fused.plan
         if stage < len(plan.steps):
-            return Int8Tensor.under_way(x.size_, fused, stage)
+            if not inplace:
+                return Int8Tensor.under_way(x.size_, fused, stage)
+            x.deferred, x.stage = fused, stage
+            return x
         if self.out is None:
-            return self._tagged(fused.value(stage))
+            result = self._tagged(fused.value(stage))
+            if inplace:
+                x.become(result)
+                return x
+            return result
         with _disabled():
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
-        return Int8Tensor(x.size_, data, self.out)
+        if not inplace:
+            return Int8Tensor(x.size_, data, self.out)
+        x.data_u8, x.qparams, x.deferred = data, self.out, None
+        return x
 
     def _other(self, call: RunCall, x: Any) -> Any:
         """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change it."""

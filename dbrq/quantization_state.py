@@ -19,7 +19,7 @@ from .mappings import OpRow, Role, Spelling
 from .record import Read, SeenCall, SeenOp, Tag
 from .reference import run_float
 from .watch import activations, bind_leaf
-from .weights import Watched, norm_scale
+from .weights import norm_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,6 @@ class AutoQuantizationState(nn.Module):
         self.register_buffer("scale", torch.empty(0))
         self.register_buffer("zero_point", torch.empty(0, dtype=torch.int64))
         self._hooks: dict[int, list[Hook]] = {}
-        self._watched: Watched | None = None
 
     # What was seen
 
@@ -93,6 +92,7 @@ class AutoQuantizationState(nn.Module):
 
     def keep_qparams(self, qparams: dict[int, QParams]) -> None:
         """Hold the qparams of the values that ops here read or write."""
+        self.refresh()
         self.slots = {key: slot for slot, key in enumerate(qparams)}
         self.ranges = {key: (q.quant_min, q.quant_max) for key, q in qparams.items()}
         self.scale = torch.tensor([q.scale for q in qparams.values()], dtype=torch.float32)
@@ -106,22 +106,17 @@ class AutoQuantizationState(nn.Module):
 
     def hooks(self, count: int) -> list[Hook] | None:
         """The op hooks of the module's call number ``count`` in a run."""
-        with _disabled():
-            if self.slots and not self._qparams_unchanged():
-                self._hooks = {}
-            hooks = self._hooks.get(count)
-            if hooks is None:
-                if count >= len(self.calls):
-                    raise unexpected_module_call(self.path, len(self.calls))
-                hooks = [self._hook(op) for op in self.calls[count].paths[0]]
-                self._hooks[count] = hooks
-            return hooks
+        hooks = self._hooks.get(count)
+        if hooks is None:
+            if count >= len(self.calls):
+                raise unexpected_module_call(self.path, len(self.calls))
+            with _disabled():
+                hooks = self._hooks[count] = [self._hook(op) for op in self.calls[count].paths[0]]
+        return hooks
 
-    def _qparams_unchanged(self) -> bool:
-        if self._watched is not None and self._watched.unchanged():
-            return True
-        self._watched = Watched([(self._buffers, "scale"), (self._buffers, "zero_point")])
-        return False
+    def refresh(self) -> None:
+        """Forget what was derived from the qparams, since they may have changed."""
+        self._hooks = {}
 
     def _hook(self, op: SeenOp) -> Hook:
         if self.token.phase == "observe":
@@ -131,7 +126,7 @@ class AutoQuantizationState(nn.Module):
         return plan(self, op)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_hooks": {}, "_watched": None}
+        return {**self.__dict__, "_hooks": {}}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
         import copy

@@ -11,7 +11,7 @@ from torch import nn
 from .attachment import state_of
 from .errors import ConfigurationError, RecipeError
 from .kernels import QParams
-from .quantize import QuantizedModelToken, _all_qparams, place
+from .workflow import QuantizedModelToken, _all_qparams, place
 from .record import SeenOp
 
 _VERSION = 1

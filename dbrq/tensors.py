@@ -19,6 +19,10 @@ from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 
 
+# Elements may be asked for while a function mode is on, which must not see how they are made.
+_disabled = torch._C.DisableTorchFunction
+
+
 class Lazy(torch.Tensor):
     """A tensor whose float elements are computed when an op wants them."""
 
@@ -107,11 +111,12 @@ class Int8Tensor(Lazy):
 
     def float_value(self) -> Tensor:
         if self._float is None:
-            if self.data_u8 is not None:
-                self._float = dequantize(self.data_u8, self.qparams).contiguous()
-            else:
-                self._float = self.deferred.value(self.stage)
-                self.deferred = None
+            with _disabled():
+                if self.data_u8 is not None:
+                    self._float = dequantize(self.data_u8, self.qparams).contiguous()
+                else:
+                    self._float = self.deferred.value(self.stage)
+                    self.deferred = None
         return self._float
 
     def become(self, other: Tensor) -> None:
@@ -177,13 +182,14 @@ class Int8Weight(Lazy):
         return self.owner._buffers[f"{self.parameter}_int8"].as_strided(*self.geometry)
 
     def float_value(self) -> Tensor:
-        whole = self.owner._buffers[f"{self.parameter}_int8"]
-        scale = self.owner._buffers[f"{self.parameter}_scale"]
-        zero_point = self.owner._buffers.get(f"{self.parameter}_zero_point")
-        levels = whole.to(torch.float32)
-        if zero_point is not None:
-            levels = levels - along(zero_point, self.axis, whole.dim())
-        return (levels * along(scale, self.axis, whole.dim())).as_strided(*self.geometry)
+        with _disabled():
+            whole = self.owner._buffers[f"{self.parameter}_int8"]
+            scale = self.owner._buffers[f"{self.parameter}_scale"]
+            zero_point = self.owner._buffers.get(f"{self.parameter}_zero_point")
+            levels = whole.to(torch.float32)
+            if zero_point is not None:
+                levels = levels - along(zero_point, self.axis, whole.dim())
+            return (levels * along(scale, self.axis, whole.dim())).as_strided(*self.geometry)
 
     def moved(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """``func`` applied to the elements' places only; None unless the result is a view."""

@@ -1,5 +1,6 @@
-"""What every test relies on: quiet threads, warnings that are not swallowed, equal random numbers, an importable torchvision."""
+"""What every test relies on: quiet threads, warnings not swallowed, equal random numbers, an importable torchvision."""
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -18,10 +19,8 @@ torch.set_warn_always(True)
 _TORCHVISION = torch.library.Library("torchvision", "DEF")  # the operators live as long as this
 for _schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                 "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
-    try:
+    with contextlib.suppress(RuntimeError):  # the real ones are there
         _TORCHVISION.define(_schema)
-    except RuntimeError:  # the real ones are there
-        pass
 
 
 @pytest.fixture(autouse=True)

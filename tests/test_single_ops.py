@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, Call, assert_matches, assert_precision, convert, fx_quantize, rows, run, sqnr
+from helpers import Between, Call, agreement, assert_matches, assert_precision, convert, fx_quantize, rows, run, sqnr
 from torch import nn
 from torch.ao.quantization import (
     QConfigMapping,
@@ -81,8 +81,8 @@ def test_conv_as_the_model_itself(ndim):
         "with bias": lambda conv: lambda m, x: conv(x, m.weight, m.bias),
         "all positional": lambda conv: lambda m, x: conv(x, m.weight, m.bias, 2, 1, 1, 1),
         "some keywords": lambda conv: lambda m, x: conv(x, m.weight, m.bias, stride=2, padding=1),
-        "all keywords": lambda conv: lambda m, x: conv(
-            input=x, weight=m.weight, bias=m.bias, stride=1, padding=2, dilation=2, groups=1
+        "all keywords": lambda conv: (
+            lambda m, x: conv(input=x, weight=m.weight, bias=m.bias, stride=1, padding=2, dilation=2, groups=1)
         ),
         "bias None": lambda conv: lambda m, x: conv(x, m.weight, None, padding=1),
         "same": lambda conv: lambda m, x: conv(x, m.weight, m.bias, padding="same"),
@@ -98,7 +98,9 @@ def test_conv_function(ndim, spelled):
 @NDIMS
 def test_conv_function_of_torch(ndim):
     fn = getattr(torch, f"conv{ndim}d")
-    model = Call(lambda m, x: fn(x, m.weight, m.bias, padding=[1] * ndim), weight=conv_weight(ndim), bias=torch.randn(6))
+    model = Call(
+        lambda m, x: fn(x, m.weight, m.bias, padding=[1] * ndim), weight=conv_weight(ndim), bias=torch.randn(6)
+    )
     assert_precision(assert_matches(model, conv_example(ndim)), f"conv{ndim}d", "int8", 1)
 
 
@@ -113,7 +115,7 @@ def test_conv_function_with_groups(ndim):
     {
         "scaled": lambda m, x: F.conv2d(x, m.weight * 2.0),
         "sum": lambda m, x: F.conv2d(x, m.weight + m.weight),
-        "normalized": lambda m, x: F.conv2d(x, m.weight / m.weight.norm(dim=(1, 2, 3), keepdim=True)),
+        "normalized": lambda m, x: F.conv2d(x, m.weight / m.weight.flatten(1).norm(dim=1)[:, None, None, None]),
     },
     "fn",
 )
@@ -176,10 +178,8 @@ def test_linear_module(shape, bias):
     "fn",
 )
 def test_linear_function(fn, shape):
-    # FX graph mode takes the first positional argument for the input and fails on `input=`.
-    fx = "input" not in fn.__code__.co_consts[-1] if isinstance(fn.__code__.co_consts[-1], tuple) else True
     model = Call(fn, weight=torch.randn(24, 16) * 0.2, bias=torch.randn(24))
-    assert_precision(assert_matches(model, torch.randn(shape), fx=fx), "linear", "int8", 1)
+    assert_precision(assert_matches(model, torch.randn(shape)), "linear", "int8", 1)
 
 
 @by_name(
@@ -223,7 +223,9 @@ def test_linear_with_computed_weight_stays_float(fn):
 @by_name(
     {
         "module": (lambda: nn.Sequential(nn.Linear(16, 24))),
-        "function": (lambda: Call(lambda m, x: F.linear(x, m.weight, m.bias), weight=torch.randn(24, 16), bias=torch.randn(24))),
+        "function": (
+            lambda: Call(lambda m, x: F.linear(x, m.weight, m.bias), weight=torch.randn(24, 16), bias=torch.randn(24))
+        ),
     },
     "make",
 )
@@ -286,10 +288,13 @@ BINARY = {
 @by_name(BINARY, "op")
 def test_binary(op):
     model = Between(op, 2)
-    assert_matches(model, model.example)
+    # FX graph mode fuses sums that broadcast, and crashes.
+    assert_matches(model, model.example, fx=False if op in (BINARY["broadcast"], BINARY["broadcast a row"]) else None)
 
 
-@pytest.mark.parametrize("spelling", [s for s in BINARY if "/" not in s and "div" not in s and not s.startswith("broad")])
+@pytest.mark.parametrize(
+    "spelling", [s for s in BINARY if "/" not in s and "div" not in s and not s.startswith("broad")]
+)
 def test_binary_between_convolutions_is_int8(spelling):
     model = Between(BINARY[spelling], 2)
     converted = convert(model, model.example).quantized
@@ -492,7 +497,8 @@ def test_embedding(make, dtype):
 def test_embedding_module_against_fx():
     model, index = nn.Sequential(nn.Embedding(40, 16)), torch.randint(0, 40, (5, 7))
     ours = convert(model, index, EMBEDDINGS).quantized
-    assert torch.allclose(run(ours, index), run(fx_quantize(model, index, EMBEDDINGS), index), atol=1e-2)
+    step = (model[0].weight.amax(1) - model[0].weight.amin(1)).max().item() / 255
+    assert agreement(run(ours, index), run(fx_quantize(model, index, EMBEDDINGS), index), step) == 1.0
 
 
 def test_embedding_subclass_with_its_own_forward_is_looked_into():
@@ -764,9 +770,8 @@ def test_moves_keep_values_and_qparams(op):
 
 @by_name(MOVES, "op")
 def test_moves_of_an_output_and_of_an_input(op):
+    op = op.eval() if isinstance(op, nn.Module) else op
     conv = nn.Conv2d(4, 8, 3, padding=1)
     assert_matches(Call(lambda m, x: op(m.conv(x)), conv=conv), torch.randn(2, 4, 10, 10), fx=False)
-    if isinstance(op, nn.Module):
-        op = op.eval()
     assert_matches(Call(lambda m, x: m.conv(op(x) * 1.0) if op(x).dim() == 4 and op(x).shape[1] == 8 else op(x),
                         conv=nn.Conv2d(8, 4, 1)), torch.randn(2, 8, 10, 10), fx=False)  # fmt: skip
