@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from . import moves
 from .attention import multi_head_attention_forward
@@ -75,6 +75,9 @@ class ModelToken:
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
+        if _get_current_function_mode() is active.call is not None:
+            with _pop_mode_temporarily():  # a model called by another: its ops are not the other's
+                return RunCall(self).run(intercepted, args, kwargs)
         return RunCall(self).run(intercepted, args, kwargs)
 
 
@@ -301,30 +304,44 @@ class RunCall(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # composed of ops of the table, which must be seen one by one
                 return multi_head_attention_forward(*args, **kwargs)
-        written = None
         if mutates(func) or "out" in kwargs:
-            self.mutations += 1
-            written = args[0] if args else None
-            if isinstance(written, Lazy) and not isinstance(written, Int8Tensor):
-                return func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            if isinstance(written, Int8Tensor):
-                value = written.float_value().clone()
-                func(value, *tree_map(plain, args[1:]), **tree_map(plain, kwargs))
-                written.become(value)
-                return written
+            output = self.run_float(func, args, kwargs, mutates(func))
+            written = kwargs.get("out", args[0] if args else None)
+            if type(written) is Tensor:
+                written.__dict__[TAG] = function_name(func)
+                written.__dict__.pop(INT8, None)
+            return output
+        given = args
         if any(isinstance(a, (Lazy, list, tuple)) for a in args):
             args = tree_map(plain, args)
         if kwargs:
             kwargs = tree_map(plain, kwargs)
         output = func(*args, **kwargs)
         if type(output) is Tensor:
-            if output.is_floating_point() and (TAG not in output.__dict__ or written is not None):
-                output.__dict__[TAG] = function_name(func)
+            self._tag_new(func, output, given)
         elif isinstance(output, (tuple, list)):
             for leaf in output:
-                if type(leaf) is Tensor and leaf.is_floating_point() and TAG not in leaf.__dict__:
-                    leaf.__dict__[TAG] = function_name(func)
+                if type(leaf) is Tensor:
+                    self._tag_new(func, leaf, given)
         return output
+
+    def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
+        """Say who made a value; some functions return what they were given."""
+        if output.is_floating_point() and TAG not in output.__dict__ and not any(output is a for a in given):
+            output.__dict__[TAG] = function_name(func)
+
+    def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
+        """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
+        target = kwargs.get("out") if "out" in kwargs else args[0] if inplace and args else None
+        if target is not None:
+            self.mutations += 1
+        if not isinstance(target, Int8Tensor):
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        value = target.float_value().clone()
+        args, kwargs = tree_map(lambda leaf: value if leaf is target else plain(leaf), (args, dict(kwargs)))
+        func(*args, **kwargs)
+        target.become(value)
+        return target
 
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``, a plain tensor."""

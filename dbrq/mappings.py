@@ -307,7 +307,7 @@ LEAVES: Mapping[Callable, tuple[OpRow, tuple[str, ...]]] = {
 #: Tensor methods that read sizes and types, not values.
 _METADATA = frozenset(
     "size dim stride numel nelement ndimension is_contiguous data_ptr element_size is_floating_point is_complex __len__ "
-    "get_device storage_offset __hash__ requires_grad_ is_signed is_shared is_pinned is_inference type untyped_storage "
+    "get_device storage_offset __hash__ requires_grad_ is_signed is_shared is_pinned is_inference untyped_storage "
     "_is_view is_same_size is_conj is_neg".split()
 )
 
@@ -319,7 +319,7 @@ def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
     'conv2d'
     """
     found = LEAVES.get(type(module).forward)
-    if found is None:
+    if found is None or "forward" in module.__dict__:  # the user may have given the instance another forward
         return None
     if isinstance(module, nn.ReLU6):  # inherits Hardtanh's forward and attributes
         return _BY_NAME["hardtanh"], ("min_val", "max_val", "inplace")
@@ -328,7 +328,8 @@ def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
 
 def is_torch_leaf(module: nn.Module) -> bool:
     """Whether the module is torch's own and holds no others: its ops belong to the module that calls it."""
-    return type(module).forward.__module__.startswith("torch.nn.modules") and not module._modules
+    own = "forward" in module.__dict__
+    return not own and type(module).forward.__module__.startswith("torch.nn.modules") and not module._modules
 
 
 @functools.lru_cache(maxsize=4096)
@@ -349,6 +350,12 @@ def mutates(func: Callable) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__init__")
     return name.endswith("_") and name != "requires_grad_"
+
+
+def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:
+    """Whether the arguments of a call say ``inplace=True``."""
+    names = _names(row.params)
+    return "inplace" in names and bool(bound[names.index("inplace")])
 
 
 def function_name(func: Callable) -> str:

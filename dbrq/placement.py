@@ -13,6 +13,7 @@ changes; falling back only ever makes more values float, so this ends.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import replace
 
 import torch
@@ -70,7 +71,7 @@ class Placement:
         if row.role not in (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT):
             return False
         mode, reason = kind(op.qconfig)
-        reason = self.forced.get(id(op), "") or reason or op.weight_problem or self._unfit(op, mode)
+        reason = self.forced.get(id(op), "") or reason or self._unfit(op, mode) or op.weight_problem
         if reason:
             self.reasons[id(op)] = reason
             return False
@@ -148,6 +149,8 @@ class Placement:
         if op.row is None:
             return False
         if op.row.role is Role.PASS:
+            if op.row.name == "pad" and op.constants[2] == "constant" and op.constants[3]:
+                return False  # only zero is sure to be representable
             moved = [o.id for o in op.outputs if self.record.values[o.id].producer is op]
             return bool(moved) and op.inputs[0].id == vid and all(self.pure(m) or self._unread(m) for m in moved)
         if vid not in (v for _, v in op.activations):
@@ -229,6 +232,7 @@ class Placement:
     def _choose_observers(self) -> dict[int, SeenOp]:
         """value id -> first op that reads it as int8, for values that are not made of observed ones."""
         chosen: dict[int, SeenOp] = {}
+        covered: set[int] = set()  # values of which all elements are observed
         for op in self.record.hooked():
             for vid in self._int8_reads(op):
                 source = self._source(vid)
@@ -236,9 +240,15 @@ class Placement:
                 made_of_observed = producer is not None and producer.row is not None and (
                     producer.row.role is Role.SHARE and id(producer) in self.soft
                 )  # fmt: skip
-                if not made_of_observed and source not in chosen.keys() | {self._source(v) for v in chosen}:
-                    chosen[vid] = op
+                if made_of_observed or source in covered or vid in chosen:
+                    continue
+                chosen[vid] = op
+                if self._size(vid) >= self._size(source):  # not a slice
+                    covered.add(source)
         return chosen
+
+    def _size(self, vid: int) -> int:
+        return math.prod(self.record.values[vid].info.shape)
 
     def _source(self, vid: int) -> int:
         value = self.record.values[vid]

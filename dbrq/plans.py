@@ -19,7 +19,7 @@ from .auto_trace import INT8, TAG, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError, QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, dequantize, quantize
-from .mappings import Role, Spelling
+from .mappings import Role, Spelling, asks_inplace
 from .recurrent import recurrent_weights, run_recurrent
 from .record import Read, SeenOp, Step
 from .reference import run_float
@@ -71,28 +71,19 @@ class Plan:
             if self.op.decision.precision == "float":
                 return self._tagged(leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
             bound = bind_leaf(leaf, args, kwargs)
-            return self._finish(bound, self.run(call, bound), self.op.inplace)
+            return self._finish(bound[0], self.run(call, bound), self.op.inplace)
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
         if self.op.decision.precision == "float" or "out" in kwargs:
-            return self._float_function(func, args, kwargs, spelling.inplace)
+            return self._tagged(call.run_float(func, args, kwargs, spelling.inplace))
         bound = spelling.bind(args, kwargs)
-        inplace = spelling.inplace or (self.op.inplace and _asks_inplace(spelling, bound))
-        return self._finish(bound, self.run(call, bound), inplace)
+        inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
+        return self._finish(bound[0], self.run(call, bound), inplace)
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         """The op on arguments in the row's order; int8 or float, never in place."""
         raise AssertionError("subclasses say how")
-
-    def _float_function(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
-        written = args[0] if args and inplace else None
-        if isinstance(written, Int8Tensor):
-            value = written.float_value().clone()
-            func(value, *tree_map(plain, args[1:]), **tree_map(plain, kwargs))
-            written.become(self._tagged(value))
-            return written
-        return self._tagged(func(*tree_map(plain, args), **tree_map(plain, kwargs)))
 
     # Reading and writing values
 
@@ -138,6 +129,8 @@ class Plan:
     def _tagged(self, output: Any) -> Any:
         if type(output) is Tensor:
             output.__dict__[TAG] = self.tag
+        elif isinstance(output, Int8Tensor):  # written to, and float now
+            self._tagged(output._float)
         elif isinstance(output, (tuple, list)):
             tags = iter(self.op.outputs)
             for leaf in tree_leaves(output):
@@ -146,25 +139,20 @@ class Plan:
                     leaf.__dict__[TAG] = info.tag
         return output
 
-    def _finish(self, bound: list[Any], output: Any, inplace: bool) -> Any:
-        if not inplace or not isinstance(bound[0], Tensor):
+    def _finish(self, target: Any, output: Any, inplace: bool) -> Any:
+        if not inplace or not isinstance(target, Tensor):
             return output
-        if isinstance(bound[0], Int8Tensor):
-            bound[0].become(output)
+        if isinstance(target, Int8Tensor):
+            target.become(output)
         else:
-            bound[0].copy_(plain(output))
-            self._tagged(bound[0])
-            bound[0].__dict__.pop(INT8, None)
-        return bound[0]
+            target.copy_(plain(output))
+            self._tagged(target)
+            target.__dict__.pop(INT8, None)
+        return target
 
     def run_plain(self, bound: list[Any]) -> Any:
         """The op in float."""
         return run_float(self.row, tree_map(plain, bound), self.op.pad)
-
-
-def _asks_inplace(spelling: Spelling, bound: list[Any]) -> bool:
-    names = [item.partition("=")[0] for item in spelling.row.params.split()]
-    return "inplace" in names and bool(bound[names.index("inplace")])
 
 
 class Fused:
@@ -579,10 +567,10 @@ class RecurrentPlan(Plan):
         self.reduce_range = bool(getattr(op.qconfig.activation(), "reduce_range", False))  # type: ignore[union-attr]
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
-        args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
-        with torch.no_grad():
+        with torch.no_grad(), _disabled():
+            args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)
-        return self._tagged(output)
+            return self._tagged(output)
 
     def packed(self, module: nn.Module) -> dict[str, PackedLinear]:
         if self._packed is None or not self._packed[0].unchanged():

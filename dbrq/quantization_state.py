@@ -16,6 +16,7 @@ from .auto_trace import INT8, InterceptedForward, ModelToken, RunCall, unexpecte
 from .errors import CalibrationError, DeviationError
 from .kernels import QParams
 from .mappings import OpRow, Role, Spelling
+from .observers import HistogramObserver
 from .record import Read, SeenCall, SeenOp, Tag
 from .reference import run_float
 from .watch import activations, bind_leaf
@@ -210,7 +211,7 @@ class ObserveHook:
             if x is None or not x.numel():
                 continue
             try:
-                seen = self._fake_quantized(observer, x) if _is_fake_quantize(observer) else observer(_checked(x.detach()))
+                seen = self._fake_quantized(observer, x) if _is_fake_quantize(observer) else observer(_observable(observer, x.detach()))
             except CalibrationError as error:
                 raise CalibrationError(
                     "a value seen in calibration cannot be quantized", path=self.op.owner, op=self.op.path,
@@ -246,6 +247,10 @@ class ObserveHook:
 
 def _is_fake_quantize(observer: Any) -> bool:
     return hasattr(observer, "fake_quant_enabled")
+
+
+def _observable(observer: nn.Module, x: Tensor) -> Tensor:
+    return x if isinstance(observer, HistogramObserver) else _checked(x)  # that one checks by itself
 
 
 def _checked(x: Tensor) -> Tensor:

@@ -31,10 +31,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ParameterRef:
-    """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant."""
+    """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant.
+
+    ``shape``, ``stride`` and ``offset`` of a part are those in the contiguous parameter.
+    """
 
     path: str
     name: str
+    whole: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

@@ -163,23 +163,30 @@ class Int8Weight(Lazy):
         owner: the module that holds ``{parameter}_int8`` and ``{parameter}_scale``.
         parameter: the parameter's name before conversion.
         axis: the axis of the scales, None for one scale.
+        geometry: sizes, strides and offset in the contiguous whole.
+        is_whole: whether this is all of it.
     """
 
     @staticmethod
-    def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: tuple[tuple, tuple, int]):
+    def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: tuple[tuple, tuple, int], whole: bool):
         shape, stride, _ = geometry
         self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=torch.float32)
-        self.owner, self.parameter, self.axis, self.geometry = owner, name, axis, geometry
+        self.owner, self.parameter, self.axis, self.geometry, self.is_whole = owner, name, axis, geometry, whole
         return self
 
     @classmethod
     def whole(cls, owner: nn.Module, name: str, axis: int | None) -> Int8Weight:
         """The weight that ``owner`` holds as ``{name}_int8`` and ``{name}_scale``."""
-        return cls(owner, name, axis, geometry_of(owner._buffers[f"{name}_int8"]))
+        return cls(owner, name, axis, geometry_of(owner._buffers[f"{name}_int8"].contiguous()), True)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """This view of the whole weight, whatever memory layout that has by now."""
+        whole = whole.contiguous()
+        return whole if self.is_whole else whole.as_strided(*self.geometry)
 
     def int8(self) -> Tensor:
-        """The int8 elements, a view of the owner's buffer."""
-        return self.owner._buffers[f"{self.parameter}_int8"].as_strided(*self.geometry)
+        """The int8 elements, contiguous or a view of contiguous ones."""
+        return self._part(self.owner._buffers[f"{self.parameter}_int8"])
 
     def float_value(self) -> Tensor:
         with _disabled():
@@ -189,7 +196,7 @@ class Int8Weight(Lazy):
             levels = whole.to(torch.float32)
             if zero_point is not None:
                 levels = levels - along(zero_point, self.axis, whole.dim())
-            return (levels * along(scale, self.axis, whole.dim())).as_strided(*self.geometry)
+            return self._part(levels * along(scale, self.axis, whole.dim()))
 
     def moved(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """``func`` applied to the elements' places only; None unless the result is a view."""
@@ -199,7 +206,7 @@ class Int8Weight(Lazy):
 
         def wrap(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == storage:
-                return Int8Weight(self.owner, self.parameter, self.axis, geometry_of(leaf))
+                return Int8Weight(self.owner, self.parameter, self.axis, geometry_of(leaf), False)
             raise _NotAView
 
         try:
@@ -208,10 +215,10 @@ class Int8Weight(Lazy):
             return None
 
     def __deepcopy__(self, memo: dict) -> Int8Weight:
-        return Int8Weight(copy.deepcopy(self.owner, memo), self.parameter, self.axis, self.geometry)
+        return Int8Weight(copy.deepcopy(self.owner, memo), self.parameter, self.axis, self.geometry, self.is_whole)
 
     def __reduce_ex__(self, protocol):
-        return Int8Weight, (self.owner, self.parameter, self.axis, self.geometry)
+        return Int8Weight, (self.owner, self.parameter, self.axis, self.geometry, self.is_whole)
 
 
 class _NotAView(Exception):

@@ -26,7 +26,8 @@ from .attention import multi_head_attention_forward
 from .auto_trace import InterceptedForward, active
 from .containers import tree_leaves
 from .errors import ConfigurationError
-from .mappings import DROPOUTS, FUNCTIONS, OpRow, Role, function_name, is_torch_leaf, leaf_row, mutates, reads_values
+from .mappings import asks_inplace, DROPOUTS, FUNCTIONS, OpRow, Role, function_name, is_torch_leaf, leaf_row, mutates, reads_values
+from .tensors import geometry_of
 from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -256,9 +257,12 @@ class Watch(TorchFunctionMode):
         if row is not None and row.role is Role.PASS:
             seen.outputs = tuple(self._moved(seen, t, inputs).info for t in tensors)
         else:
-            seen.inplace = any(id(t) in same for t in tensors) or isinstance(written, Tensor)
+            seen.inplace = isinstance(written, Tensor) or (row is not None and bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
-            seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
+            if not seen.inplace:  # some functions return what they were given
+                seen.outputs = tuple((self._value(t) if id(t) in same else self._new(t, tag, seen)).info for t in tensors)
+            else:
+                seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
             if isinstance(written, Tensor) and id(written) not in {id(t) for t in tensors}:
                 self._made(seen, written, True, tag)
         for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row and row.role is Role.PASS else set()):
@@ -282,8 +286,6 @@ class Watch(TorchFunctionMode):
             seen.weight = self._parameter(bound[1])
             if seen.weight is None:
                 seen.weight_problem = "its weight is computed in forward"
-            elif seen.weight.offset < 0:
-                seen.weight_problem = "its weight is not a plain view of a parameter"
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
                 if seen.bias is None:
@@ -367,16 +369,24 @@ class Watch(TorchFunctionMode):
         key = self._parameters.get(tensor.untyped_storage()._cdata)
         if key is None or tensor.dtype is not torch.float32:
             return None
-        return ParameterRef(*key, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        owner = dict(self.model.named_modules(remove_duplicate=False))[key[0]]
+        registered = owner._parameters.get(key[1])
+        registered = owner._buffers[key[1]] if registered is None else registered
+        assert registered is not None
+        geometry = geometry_of(tensor)
+        if geometry != geometry_of(registered) and not registered.is_contiguous():
+            return None
+        return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
 
 
 def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
     """A leaf module's call as a list in its row's order."""
     module = intercepted.module
-    first = args[0] if args else next(iter(kwargs.values()), None)
+    first = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
     if isinstance(module, nn.EmbeddingBag):
-        offsets, per_sample = (*args[1:], *[kwargs.get(n) for n in ("offsets", "per_sample_weights")[len(args) - 1 :]])[:2]
-        return [first, module.weight, offsets, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.mode,
+        given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
+        offsets, per_sample = given.get("offsets"), given.get("per_sample_weights")
+        return [given["input"], module.weight, offsets, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.mode,
                 module.sparse, per_sample, module.include_last_offset, module.padding_idx]  # fmt: skip
     return [first, *(getattr(module, name) for name in intercepted.attributes)]
 

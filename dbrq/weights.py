@@ -27,7 +27,7 @@ def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
     whole = module._parameters.get(ref.name)
     whole = module._buffers[ref.name] if whole is None else whole
     assert whole is not None
-    return whole.as_strided(*ref.geometry) if tuple(whole.shape) != ref.shape or ref.offset else whole
+    return whole if ref.whole else whole.contiguous().as_strided(*ref.geometry)
 
 
 def norm_scale(step: Step, modules: dict[str, nn.Module]) -> Tensor:
@@ -54,7 +54,9 @@ class StoredWeight:
     axis: int | None
 
     def int8(self, modules: dict[str, nn.Module]) -> Tensor:
-        return modules[self.ref.path]._buffers[f"{self.ref.name}_int8"].as_strided(*self.ref.geometry)  # type: ignore[union-attr]
+        whole = modules[self.ref.path]._buffers[f"{self.ref.name}_int8"]
+        assert whole is not None
+        return whole if self.ref.whole else whole.contiguous().as_strided(*self.ref.geometry)
 
     def scale(self, modules: dict[str, nn.Module]) -> Tensor:
         """float32 ``[out]``: one scale per row of the op's view."""
@@ -64,7 +66,7 @@ class StoredWeight:
         rows = self.ref.shape[0]
         if self.axis is None:
             return scale.reshape(1).expand(rows).contiguous()
-        if tuple(whole.shape) == self.ref.shape and self.axis == 0:
+        if self.ref.whole and self.axis == 0:
             return scale
         return scale[_index(whole.shape, self.axis, self.ref).reshape(rows, -1)[:, 0]]
 
@@ -76,12 +78,12 @@ class StoredWeight:
 def _index(shape: Sequence[int], axis: int, ref: ParameterRef) -> Tensor:
     """For each element of an op's view of a weight, its index along ``axis`` of the whole."""
     index = along(torch.arange(shape[axis]), axis, len(shape)).expand(*shape).contiguous()
-    return index.as_strided(*ref.geometry)
+    return index if ref.whole else index.as_strided(*ref.geometry)
 
 
 def channel_axis(shape: Sequence[int], ref: ParameterRef) -> int | None:
     """The axis of a parameter that runs along the rows of an op's view of it; None if none does."""
-    if tuple(shape) == ref.shape and ref.offset == 0:
+    if ref.whole:
         return 0
     for axis in range(len(shape)):
         rows = _index(shape, axis, ref).reshape(ref.shape[0], -1)

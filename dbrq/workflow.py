@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def prepare(
         raise ConfigurationError("non_traceable_module_classes takes classes", got=opaque)
     record = watch(model, args, kwargs, opaque)
     target = model if inplace else _copied(model)
-    modules = dict(target.named_modules())
+    modules = dict(target.named_modules(remove_duplicate=False))
     QConfigResolver(mapping, modules).assign(record)
     token = QuantizedModelToken(record)
     token.fuse = fuse
@@ -137,7 +138,7 @@ def _copied(model: nn.Module) -> nn.Module:
 def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn.Module], opaque: tuple) -> None:
     """States and intercepted forwards on every module that is seen by itself."""
     hidden: list[str] = []
-    for path, module in modules.items():
+    for path, module in list(target.named_modules()):
         if any(path.startswith(h + ".") for h in hidden):
             continue
         intercepted = InterceptedForward(module, path, token)
@@ -148,6 +149,8 @@ def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn
                 _add_state(token, intercepted, modules)
             continue
         found = leaf_row(module)
+        if found is not None and found[0].role is Role.FLOAT and module is not target:
+            continue
         if found is not None:
             intercepted.row, intercepted.attributes = found
             intercepted.passes = found[0].role is Role.PASS
@@ -226,19 +229,12 @@ def calibrate(
         DeviationError: an item takes another path than the example did.
     """
     _token_of(prepared, "observe", "calibrate")
-    items = data if max_batches is None else _first(data, max_batches)
+    items = data if max_batches is None else itertools.islice(data, max_batches)
     with torch.no_grad():
         for item in _with_progress(items, progress):
             args, kwargs = call_arguments(item if unpack is None else unpack(item))
             prepared(*args, **kwargs)
     return prepared
-
-
-def _first(data: Iterable[Any], count: int) -> Iterable[Any]:
-    for number, item in enumerate(data):
-        if number >= count:
-            return
-        yield item
 
 
 def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
@@ -283,7 +279,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     target = prepared if inplace else copy.deepcopy(prepared)
     token = _token_of(target, "observe", "convert")
     qparams = _all_qparams(token)
-    modules = dict(target.named_modules())
+    modules = dict(target.named_modules(remove_duplicate=False))
     with torch.inference_mode(False), torch.no_grad():
         _convert_weights(token, modules)
         for state in token.states.values():
@@ -377,13 +373,9 @@ def quantize(
     except StopIteration:
         raise NotCalibratedError("there is no calibration data", expected="at least one item", got="none") from None
 
-    def items() -> Iterable[Any]:
-        yield first
-        yield from iterator
-
     example = first if unpack is None else unpack(first)
     prepared = prepare(model, example, qconfig_mapping, inplace=inplace)
-    calibrate(prepared, items(), max_batches=max_batches, progress=progress, unpack=unpack)
+    calibrate(prepared, itertools.chain([first], iterator), max_batches=max_batches, progress=progress, unpack=unpack)
     return convert(prepared, inplace=True)
 
 
