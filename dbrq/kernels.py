@@ -234,6 +234,28 @@ class PackedConv:
 
         return run
 
+    def bind_sum(
+        self, shape: torch.Size, qparams: QParams, accumulated: QParams, relu: bool, out: QParams
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """``add_`` for many uint8 inputs of one shape, as ``bind``; the callable leaves its second argument as it is."""
+        if self.ndim != 2 or (qparams.zero_point != 0 and any(self.padding)) or out.quant_max != 255:
+            return None
+        result_shape = self.output_shape(shape)
+        bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
+        before = (qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points)
+        after = (
+            bias, self.stride, self.padding, self.dilation, self.groups, out.scale, out.zero_point, torch.uint8,
+            accumulated.scale, accumulated.zero_point, "sum", 1.0, "relu" if relu else "none", [], "",
+        )  # fmt: skip
+
+        def run(q: Tensor, other: Tensor) -> Tensor:
+            if q.shape != shape or other.shape != result_shape or q.dtype is not torch.uint8 or other.dtype is not torch.uint8:
+                raise _bad("conv + sum", f"uint8 {tuple(shape)} and {tuple(result_shape)}", other)
+            accumulator = other.clone(memory_format=torch.channels_last)
+            return _qconv_sum(q.contiguous(memory_format=torch.channels_last), *before, accumulator, *after)
+
+        return run
+
     def add_(
         self, q: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool, out: QParams | None
     ) -> Tensor:

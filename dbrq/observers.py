@@ -19,8 +19,11 @@ from torch.ao.quantization.observer import UniformQuantizationObserverBase
 from .errors import CalibrationError, ConfigurationError, NotCalibratedError
 from .kernels import has_exact_int8_dot
 
-# Elements binned at a time: the temporaries of a chunk stay in the L2 cache, and big ones would cost page faults.
-_CHUNK = 1 << 18
+# Values of one tensor that are counted at most: more would not change the qparams by a tenth of a step, and counting
+# is what calibration spends its time on. The two ends of the range are those of all values, and where they lie this
+# many times beyond the ends of the counted ones, what lies between is counted in full.
+_SAMPLES = 1 << 17
+_BEYOND = 1.1
 # Bins that zeros take turns in: more than a CPU keeps in flight.
 _TURNS = 256
 # Bins never get finer than this range asks for: the smallest scale is float32's epsilon, 2**-23.
@@ -47,8 +50,8 @@ class HistogramObserver(UniformQuantizationObserverBase):
     at the first step that does not help. NaN and infinity raise, rather than spoil the range or be skipped.
 
     Bin ``i`` counts the values in ``[(i - bins / 2) * width, (i + 1 - bins / 2) * width)``; ``width`` is the smallest
-    power of two for which the bins hold all values. Every value is counted: a million take about 0.7 ms on two threads,
-    less than half of torch.ao's time, and a search 1 to 6 ms.
+    power of two for which the bins hold all values. Of tensors with more than 262,144 values, about 131,000 are counted,
+    each for its neighbours too; minimum and maximum are exact. A search takes 1 to 6 ms.
 
     Args:
         bins: number of bins, a power of two of at least 16. Half of them lie on each side of zero.
@@ -133,16 +136,27 @@ class HistogramObserver(UniformQuantizationObserverBase):
         exponent = self._widen(low, high)
         # In place, so that buffers stay ordinary tensors when calibration runs in inference mode.
         half = self.bins // 2
-        for chunk in values.split(_CHUNK):
-            scaled = chunk.mul(half / 2.0**exponent)
-            if low == 0.0:
-                counts = _count_beside_zeros(scaled, half)
-                self.histogram[half:] += counts[:half]
-                self.histogram[half] += counts[half:].sum()
-            else:
-                # Scaling by a power of two and flooring are exact; adding first would round some values up.
-                self.histogram += torch.bincount(scaled.floor_().add_(half).to(torch.int32), minlength=self.bins)
+        step = _sampling_step(tuple(x.shape))
+        if step > 1:
+            sample = values[::step]
+            inner = [end.item() for end in torch.aminmax(sample)]
+            if low < _BEYOND * inner[0] or high > _BEYOND * inner[1]:  # outliers are few and decide much: count them all
+                outside = values[(values < inner[0]) | (values > inner[1])]
+                self._count(outside, half, exponent, 1)
+            values = sample
+        self._count(values, half, exponent, step, positive=low == 0.0)
         return x
+
+    def _count(self, values: Tensor, half: int, exponent: int, weight: int, positive: bool = False) -> None:
+        scaled = values.mul(half / 2.0**exponent)
+        if positive:
+            counts = _count_beside_zeros(scaled, half)
+            self.histogram[half:].add_(counts[:half], alpha=weight)
+            self.histogram[half] += counts[half:].sum() * weight
+        else:
+            # Scaling by a power of two and flooring are exact; adding first would round some values up.
+            counts = torch.bincount(scaled.floor_().add_(half).to(torch.int32), minlength=self.bins)
+            self.histogram.add_(counts, alpha=weight)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The qparams with the least expected squared error, clipping included.
@@ -340,7 +354,18 @@ def _count_beside_zeros(scaled: Tensor, half: int) -> Tensor:
 
 @functools.cache
 def _turns(first: int) -> Tensor:
-    return first + torch.arange(_CHUNK, dtype=torch.float32) % _TURNS
+    return first + torch.arange(2 * _SAMPLES, dtype=torch.float32) % _TURNS
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling_step(shape: tuple[int, ...]) -> int:
+    """Every how manyth value to count: 1 for tensors up to ``2 * _SAMPLES``, else an odd number without a factor in
+    common with any size, so that all channels and positions take their turn."""
+    size = math.prod(shape)
+    step = 1 if size <= 2 * _SAMPLES else math.ceil(size / _SAMPLES) | 1
+    while step > 1 and any(math.gcd(step, n) > 1 for n in shape):
+        step += 2
+    return step
 
 
 def _not_finite(x: Tensor) -> CalibrationError:

@@ -291,21 +291,25 @@ class ComputePlan(Plan):
         """The layer and its first ``stage`` followers: uint8 with qparams ``out``, or float32 where that is None."""
         packed = self.packed(self.folds and stage > 0)
         bound = self._bound.get((q.shape, stage))
-        if bound is not None and bound[0] is packed and bound[1] is qparams and bound[2] is out and other is None:
-            return bound[3](q)
+        meaning = None if other is None else other[1]
+        if bound is not None and bound[:4] == (packed, qparams, meaning, out):
+            return bound[4](q) if other is None else bound[4](q, other[0])
         if other is not None:
-            return self._sum(packed, q, qparams, other, self.steps[stage - 1].op.role is Role.ACTIVATION, out)
+            return self._sum(packed, q, qparams, other, stage, out)
         post_op = self._post_ops.get(stage)
         if post_op is None:
             post_op = self._post_ops[stage] = self._post_op(stage)
         if out is not None and isinstance(packed, PackedConv):
             ready = packed.bind(q.shape, qparams, post_op, out)
-            if ready is not None:
-                if len(self._bound) > 64:
-                    self._bound.clear()
-                self._bound[q.shape, stage] = (packed, qparams, out, ready)
+            self._keep_bound((q.shape, stage), (packed, qparams, None, out, ready))
         result = packed(q, qparams, post_op, out)
         return result if out is not None or not self.contiguous else result.contiguous()
+
+    def _keep_bound(self, key: tuple, entry: tuple) -> None:
+        if entry[-1] is not None:
+            if len(self._bound) > 64:
+                self._bound.clear()
+            self._bound[key] = entry
 
     def _post_op(self, stage: int) -> PostOp:
         step = self.steps[stage - 1] if stage else None
@@ -315,14 +319,17 @@ class ComputePlan(Plan):
         assert found is not None
         return PostOp(found.name, list(found.args), found.algorithm)
 
-    def _sum(self, packed: Any, q: Tensor, qparams: QParams, other: Any, relu: bool, out: QParams | None) -> Tensor:
+    def _sum(self, packed: Any, q: Tensor, qparams: QParams, other: Any, stage: int, out: QParams | None) -> Tensor:
         """The layer plus another value, accumulated into a copy of that value."""
         data, meaning = other
+        relu = self.steps[stage - 1].op.role is Role.ACTIVATION
         if data.shape != packed.output_shape(q.shape):
             result = packed(q, qparams) + (data if meaning is None else dequantize(data, meaning))
             result = result.relu_() if relu else result
             return result if out is None else quantize(result, out)
         if self.row.ndim and meaning is not None and out is not None:
+            ready = packed.bind_sum(q.shape, qparams, meaning, relu, out)
+            self._keep_bound((q.shape, stage), (packed, qparams, meaning, out, ready))
             return packed.add_(q, qparams, data.clone(memory_format=torch.channels_last), meaning, relu, out)
         accumulator = data.clone() if meaning is None else dequantize(data, meaning)
         if self.row.ndim:
@@ -448,12 +455,16 @@ class ElementwisePlan(Plan):
     """add, sub, mul, div: dequantize, compute, quantize. There is no stock int8 kernel for them that is right."""
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
+        same = len(self.reads) == 2 and bound[0] is bound[1]
         for number, read in enumerate(self.reads):
+            if same and number == 1:
+                bound[1] = bound[0]
+                continue
             found = self.read_int8(call, bound[read.slot], number)
             if found is None:
                 return self.write(self.run_plain(bound))
             bound[read.slot] = dequantize(*found)
-        return self.write(self.run_plain(bound))
+        return self.write(run_float(self.row, bound))
 
 
 class PoolPlan(Plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,16 +32,19 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 def run_float(row: OpRow, bound: Sequence[Any], pad: tuple[tuple[int, ...], str] | None = None) -> Any:
     """The op on plain tensors, never in place. ``pad`` is a convolution's padding of another kind than zeros."""
-    bound = [False if name == "inplace" else value for name, value in zip(_parameters(row), bound, strict=False)]
+    place = _inplace_at(row)
+    if place is not None and bound[place]:
+        bound = [*bound[:place], False, *bound[place + 1 :]]
     if pad is not None:
-        bound[0] = F.pad(bound[0], pad[0], mode=pad[1])
-        bound[4] = 0
+        bound = [F.pad(bound[0], pad[0], mode=pad[1]), *bound[1:4], 0, *bound[5:]]
     function = _SPECIAL.get(row.name) or row.functions[0]
     return function(*bound)
 
 
-def _parameters(row: OpRow) -> list[str]:
-    return [item.partition("=")[0] for item in row.params.split()]
+@functools.cache
+def _inplace_at(row: OpRow) -> int | None:
+    names = [item.partition("=")[0] for item in row.params.split()]
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _tensor(x: Any, other: torch.Tensor) -> torch.Tensor:
