@@ -43,7 +43,9 @@ def run_fx(bench: Benchmark) -> nn.Module:
     args, kwargs = call_arguments(bench.calibration[0])
     if kwargs:
         raise TypeError("FX tracing takes positional inputs only")
-    prepared = prepare_fx(copy.deepcopy(bench.model), get_default_qconfig_mapping("onednn"), args, backend_config=config)
+    prepared = prepare_fx(
+        copy.deepcopy(bench.model), get_default_qconfig_mapping("onednn"), args, backend_config=config
+    )
     for item in bench.calibration:
         call(prepared, item)
     return convert_fx(prepared, backend_config=config)
@@ -54,7 +56,9 @@ def run_pt2e(bench: Benchmark) -> nn.Module:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     args, kwargs = call_arguments(bench.calibration[0])
-    exported = torch.export.export(bench.model, args, kwargs, strict=bench.name.startswith(("resnet", "mobilenet"))).module()
+    exported = torch.export.export(
+        bench.model, args, kwargs, strict=bench.name.startswith(("resnet", "mobilenet"))
+    ).module()
     quantizer = xiq.X86InductorQuantizer().set_global(xiq.get_default_x86_inductor_quantization_config())
     prepared = prepare_pt2e(exported, quantizer)
     for item in bench.calibration:
@@ -101,7 +105,15 @@ def main() -> None:
         row, more = measure(build(name))
         rows.append(row)
         notes += more
-    head = ["model", "dbrq (dB)", "FX onednn (dB)", "PT2E (dB)", "coverage", "int8 kernels of conv/linear ops", "bytes, int8/float"]
+    head = [
+        "model",
+        "dbrq (dB)",
+        "FX onednn (dB)",
+        "PT2E (dB)",
+        "coverage",
+        "int8 kernels of conv/linear ops",
+        "bytes, int8/float",
+    ]
     print(tabulate(rows, head, disable_numparse=True))
     print("\n".join(notes))
 

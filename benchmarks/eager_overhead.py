@@ -71,8 +71,14 @@ class Unquantizeable(nn.Module):
 
 
 def conv_by_hand(x: Tensor) -> Callable[[], object]:
-    conv = PackedConv(torch.ones(16, 16, 1, 1, dtype=torch.int8), torch.ones(16), torch.zeros(16), [1, 1], [0, 0], [1, 1], 1)
-    q, qparams, relu = quantize(x.contiguous(memory_format=torch.channels_last), QParams(0.02, 0)), QParams(0.02, 0), PostOp("relu")
+    conv = PackedConv(
+        torch.ones(16, 16, 1, 1, dtype=torch.int8), torch.ones(16), torch.zeros(16), [1, 1], [0, 0], [1, 1], 1
+    )
+    q, qparams, relu = (
+        quantize(x.contiguous(memory_format=torch.channels_last), QParams(0.02, 0)),
+        QParams(0.02, 0),
+        PostOp("relu"),
+    )
     return lambda: [conv(q, qparams, relu, qparams) for _ in range(COUNT)]
 
 
@@ -95,7 +101,10 @@ def overhead(name: str, model: nn.Module, by_hand: Callable[[Tensor], Callable[[
     x = torch.randn(1, 16, 4, 4)
     quantized = dbrq.quantize(model.eval(), [x])
     times = interleaved({"hand": by_hand(x), "dbrq": lambda: quantized(x)})
-    added = {k: (getattr(times["dbrq"], k) - getattr(times["hand"], k)) * 1e3 / COUNT for k in ("median", "minimum", "maximum")}
+    added = {
+        k: (getattr(times["dbrq"], k) - getattr(times["hand"], k)) * 1e3 / COUNT
+        for k in ("median", "minimum", "maximum")
+    }
     return [name, ops, *(f"{added[k]:.1f}" for k in ("median", "minimum", "maximum")), f"{added['median'] / ops:.1f}"]
 
 
@@ -113,12 +122,22 @@ def beside_fx(name: str, size: int) -> list[object]:
 def calibration(name: str, size: int = 224) -> list[object]:
     model, x = getattr(torchvision.models, name)().eval(), torch.randn(1, 3, size, size)
     prepared = dbrq.prepare(model, x)
-    return _row(name, size, interleaved({"float": lambda: model(x), "calibrating": lambda: prepared(x)}), "float", "calibrating")
+    return _row(
+        name, size, interleaved({"float": lambda: model(x), "calibrating": lambda: prepared(x)}), "float", "calibrating"
+    )
 
 
 def _row(name, size, times, base, ours) -> list[object]:
     t = times[ours]
-    return [name, size, f"{times[base].median:.2f}", f"{t.median:.2f}", f"{t.ratio:.2f}", f"{t.ratio_minimum:.2f}", f"{t.ratio_maximum:.2f}"]
+    return [
+        name,
+        size,
+        f"{times[base].median:.2f}",
+        f"{t.median:.2f}",
+        f"{t.ratio:.2f}",
+        f"{t.ratio_minimum:.2f}",
+        f"{t.ratio_maximum:.2f}",
+    ]
 
 
 @torch.no_grad()
@@ -136,7 +155,10 @@ def main() -> None:
     ]
     print(tabulate(rows, head, disable_numparse=True), end="\n\n")
     head = ["model", "size", "FX eager ms", "dbrq ms", "ratio, median", "min", "max"]
-    print(tabulate([beside_fx("mobilenet_v2", 224), beside_fx("resnet18", 32), beside_fx("resnet18", 224)], head), end="\n\n")
+    print(
+        tabulate([beside_fx("mobilenet_v2", 224), beside_fx("resnet18", 32), beside_fx("resnet18", 224)], head),
+        end="\n\n",
+    )
     head = ["model", "size", "float ms", "calibrating ms", "ratio, median", "min", "max"]
     print(tabulate([calibration(n) for n in ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16")], head))
 

@@ -81,4 +81,6 @@ def _minilm() -> Benchmark:
     import minilm
 
     batches = list(minilm.calibration_batches())
-    return Benchmark("minilm", minilm.load_model(), batches, [minilm.example_inputs()], lambda out: out.last_hidden_state)
+    return Benchmark(
+        "minilm", minilm.load_model(), batches, [minilm.example_inputs()], lambda out: out.last_hidden_state
+    )

@@ -20,7 +20,9 @@ class Timing:
     ratio_maximum: float
 
 
-def interleaved(variants: Mapping[str, Callable[[], object]], slices: int = 9, seconds: float = 0.3) -> dict[str, Timing]:
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], slices: int = 9, seconds: float = 0.3
+) -> dict[str, Timing]:
     """Time each variant in ``slices`` slices of ``seconds``, taking turns; the first is the one ratios refer to."""
     calls = {}
     for name, run in variants.items():

@@ -22,10 +22,10 @@ from .errors import (
 )
 from .fusion import find_fusions
 from .observers import HistogramObserver, default_qconfig_mapping
-from .workflow import calibrate, convert, prepare, quantize
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
 from .saving import load, save
+from .workflow import calibrate, convert, prepare, quantize
 
 __version__ = "0.1.0"
 

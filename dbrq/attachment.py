@@ -35,7 +35,11 @@ def _original(module: nn.Module, previous: Callable | None, name: str) -> Callab
 
 
 def _named_modules(
-    module: nn.Module, previous: Callable | None, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
+    module: nn.Module,
+    previous: Callable | None,
+    memo: set | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Module]]:
     memo = set() if memo is None else memo
     yield from _original(module, previous, "named_modules")(memo, prefix, remove_duplicate)
@@ -74,13 +78,22 @@ def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> N
 
 
 def _load(
-    module: nn.Module, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
 ) -> None:
     own = f"{prefix}{STATE}."
     values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
     state_of(module).refresh()
     try:
-        result = state_of(module).load_state_dict(values, strict=False, assign=metadata.get("assign_to_params_buffers", False))
+        result = state_of(module).load_state_dict(
+            values, strict=False, assign=metadata.get("assign_to_params_buffers", False)
+        )
     except RuntimeError as error:
         errors.append(str(error))
         return

@@ -203,7 +203,7 @@ class RunCall(TorchFunctionMode):
         if self.log_hooks:
             hook_log.debug("%s.__call__ start", intercepted.path or "<root>")
         state = intercepted.state
-        if state is None or intercepted.row is not None and self.frame is not None:
+        if state is None or (intercepted.row is not None and self.frame is not None):
             output = self._leaf(intercepted, args, kwargs)
         else:
             output = self._module(intercepted, state, args, kwargs)

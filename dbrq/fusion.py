@@ -88,7 +88,12 @@ def _is_sum(record: Record, before: SeenOp, op: SeenOp) -> bool:
         return False
     own = before.result
     others = [record.values[vid].info for _, vid in op.activations if vid != own.id]
-    return len(others) == 1 and others[0].shape == own.shape and others[0].dtype is torch.float32 and not others[0].constant
+    return (
+        len(others) == 1
+        and others[0].shape == own.shape
+        and others[0].dtype is torch.float32
+        and not others[0].constant
+    )
 
 
 def step_of(op: SeenOp, before: SeenOp) -> Step:

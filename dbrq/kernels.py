@@ -154,7 +154,9 @@ class PackedConv:
         dilation: Sequence[int],
         groups: int,
     ) -> None:
-        _require(weight.dtype is torch.int8 and weight.dim() in (3, 4, 5), "conv", "an int8 weight of rank 3 to 5", weight)
+        _require(
+            weight.dtype is torch.int8 and weight.dim() in (3, 4, 5), "conv", "an int8 weight of rank 3 to 5", weight
+        )
         self.ndim = weight.dim() - 2
         self.weight = weight.contiguous()
         self.scale = scale.to(torch.float32).contiguous()
@@ -183,7 +185,9 @@ class PackedConv:
             )
         spatial = [
             (size + 2 * pad - dil * (k - 1) - 1) // step + 1
-            for size, pad, dil, k, step in zip(shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
+            for size, pad, dil, k, step in zip(
+                shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True
+            )
         ]
         if min(spatial, default=1) <= 0:
             raise KernelInputError(
@@ -197,9 +201,7 @@ class PackedConv:
         self._shapes[shape] = result
         return result
 
-    def __call__(
-        self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None) -> Tensor:
         """uint8 input -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
         if q.dtype is not torch.uint8:
             raise _bad("conv", "a uint8 tensor", q)
@@ -214,7 +216,9 @@ class PackedConv:
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
 
-    def bind(self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None) -> Callable[[Tensor], Tensor] | None:
+    def bind(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None
+    ) -> Callable[[Tensor], Tensor] | None:
         """A callable for many inputs of one shape, its checks done beforehand; None where each needs care of its own."""
         by_hand = qparams.zero_point != 0 and any(self.padding)
         if self.ndim != 2 or by_hand or (out is not None and out.quant_max != 255):
@@ -249,7 +253,12 @@ class PackedConv:
         )  # fmt: skip
 
         def run(q: Tensor, other: Tensor) -> Tensor:
-            if q.shape != shape or other.shape != result_shape or q.dtype is not torch.uint8 or other.dtype is not torch.uint8:
+            if (
+                q.shape != shape
+                or other.shape != result_shape
+                or q.dtype is not torch.uint8
+                or other.dtype is not torch.uint8
+            ):
                 raise _bad("conv + sum", f"uint8 {tuple(shape)} and {tuple(result_shape)}", other)
             accumulator = other.clone(memory_format=torch.channels_last)
             return _qconv_sum(q.contiguous(memory_format=torch.channels_last), *before, accumulator, *after)
@@ -257,7 +266,13 @@ class PackedConv:
         return run
 
     def add_(
-        self, q: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool, out: QParams | None
+        self,
+        q: Tensor,
+        qparams: QParams,
+        accumulator: Tensor,
+        accumulated: QParams | None,
+        relu: bool,
+        out: QParams | None,
     ) -> Tensor:
         """conv2d(q) + accumulator [+ relu], written over ``accumulator``, which must be the caller's own.
 
@@ -353,9 +368,7 @@ class PackedLinear:
             )
         return shape[:-1] + self.weight_shape[:1]
 
-    def __call__(
-        self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None) -> Tensor:
         """uint8 input ``[..., in]`` -> uint8 with qparams ``out``, or float32 where ``out`` is None."""
         if q.dtype is not torch.uint8:
             raise _bad("linear", "a uint8 tensor", q)
@@ -387,7 +400,9 @@ class PackedLinear:
 
 def weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """float32 ``[..., in]`` times int8 ``[out, in]`` with a scale per output; the activation is not quantized."""
-    _require(x.dtype is torch.float32 and x.shape[-1] == weight.shape[1], "linear", f"float32 [..., {weight.shape[1]}]", x)
+    _require(
+        x.dtype is torch.float32 and x.shape[-1] == weight.shape[1], "linear", f"float32 [..., {weight.shape[1]}]", x
+    )
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -402,7 +417,9 @@ def max_pool(q: Tensor, ndim: int, kernel: Sequence[int], stride: Sequence[int],
     _require(min(q.shape) > 0, f"max_pool{ndim}d", "a tensor that is not empty", q)
     for k, p in zip(kernel, padding, strict=True):
         if not 0 <= p <= k // 2:
-            raise KernelInputError("padding of a max pool must be at most half its kernel", got=f"kernel {k}, padding {p}")
+            raise KernelInputError(
+                "padding of a max pool must be at most half its kernel", got=f"kernel {k}, padding {p}"
+            )
     if ndim == 2:
         return torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
     if ndim == 1:
@@ -419,7 +436,9 @@ def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
     ``aten::_int_mm`` wants s8 on the right: shifting u8 by 128 changes the zero point only.
     """
     _require(a.dtype is torch.uint8 and a.dim() >= 2, "matmul", "uint8 of rank 2 or more", a)
-    _require(b.dtype is torch.uint8 and b.dim() >= 2 and a.shape[-1] == b.shape[-2], "matmul", "matching inner sizes", b)
+    _require(
+        b.dtype is torch.uint8 and b.dim() >= 2 and a.shape[-1] == b.shape[-2], "matmul", "matching inner sizes", b
+    )
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     left = a.expand(*batch, m, k).reshape(-1, m, k)
@@ -467,7 +486,9 @@ def pad_mode(q: Tensor, pads: Sequence[int], mode: str) -> Tensor:
             index = index.clamp(0, size - 1)
         else:
             if max(left, right) >= size:
-                raise KernelInputError("reflect padding must be smaller than the input", got=f"padding {(left, right)}, size {size}")
+                raise KernelInputError(
+                    "reflect padding must be smaller than the input", got=f"padding {(left, right)}, size {size}"
+                )
             index = (size - 1) - ((size - 1) - index.abs()).abs()
         q = q.index_select(dim, index)
     return q
@@ -482,3 +503,12 @@ def _bad(op: str, expected: str, got: Tensor) -> KernelInputError:
     return KernelInputError(
         f"{op}: no kernel takes this tensor", op=op, expected=expected, got=f"{got.dtype} {tuple(got.shape)}"
     )
+
+
+def ints(value: int | Sequence[int], count: int) -> list[int]:
+    """One int per spatial dimension, from an int or a sequence of one or ``count``.
+
+    >>> ints(2, 3)
+    [2, 2, 2]
+    """
+    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)

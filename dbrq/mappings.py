@@ -166,8 +166,7 @@ _WEIGHTS = [
     OpRow("rnn_cell", Role.RECURRENT, modules={nn.RNNCell: ""}),
     OpRow("batch_norm", Role.NORM,
           "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-5", (F.batch_norm,),
-          modules={c: "running_mean running_var weight bias training momentum eps"
-                   for c in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}),
+          modules=dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "running_mean running_var weight bias training momentum eps")),
 ]  # fmt: skip
 
 _ELEMENTWISE = [
@@ -241,12 +240,54 @@ _ACTIVATIONS = [
 ]  # fmt: skip
 
 #: Ops that move elements, as methods and, where torch has one of that name, as functions.
-_MOVES = (
-    "view view_as reshape reshape_as flatten unflatten ravel permute transpose t adjoint swapaxes swapdims movedim moveaxis "
-    "squeeze unsqueeze expand expand_as broadcast_to repeat repeat_interleave tile narrow select __getitem__ chunk "
-    "split tensor_split split_with_sizes hsplit vsplit unbind contiguous clone detach flip fliplr flipud roll rot90 "
-    "index_select diagonal unsafe_chunk unsafe_split unfold"
-).split()
+_MOVES = [
+    "view",
+    "view_as",
+    "reshape",
+    "reshape_as",
+    "flatten",
+    "unflatten",
+    "ravel",
+    "permute",
+    "transpose",
+    "t",
+    "adjoint",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "expand_as",
+    "broadcast_to",
+    "repeat",
+    "repeat_interleave",
+    "tile",
+    "narrow",
+    "select",
+    "__getitem__",
+    "chunk",
+    "split",
+    "tensor_split",
+    "split_with_sizes",
+    "hsplit",
+    "vsplit",
+    "unbind",
+    "contiguous",
+    "clone",
+    "detach",
+    "flip",
+    "fliplr",
+    "flipud",
+    "roll",
+    "rot90",
+    "index_select",
+    "diagonal",
+    "unsafe_chunk",
+    "unsafe_split",
+    "unfold",
+]
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 _PASS = [
@@ -306,9 +347,33 @@ LEAVES: Mapping[Callable, tuple[OpRow, tuple[str, ...]]] = {
 }
 #: Tensor methods that read sizes and types, not values.
 _METADATA = frozenset(
-    "size dim stride numel nelement ndimension is_contiguous data_ptr element_size is_floating_point is_complex __len__ "
-    "get_device storage_offset __hash__ requires_grad_ is_signed is_shared is_pinned is_inference untyped_storage "
-    "_is_view is_same_size is_conj is_neg".split()
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "ndimension",
+        "is_contiguous",
+        "data_ptr",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "get_device",
+        "storage_offset",
+        "__hash__",
+        "requires_grad_",
+        "is_signed",
+        "is_shared",
+        "is_pinned",
+        "is_inference",
+        "untyped_storage",
+        "_is_view",
+        "is_same_size",
+        "is_conj",
+        "is_neg",
+    ]
 )
 
 

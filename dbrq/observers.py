@@ -140,7 +140,9 @@ class HistogramObserver(UniformQuantizationObserverBase):
         if step > 1:
             sample = values[::step]
             inner = [end.item() for end in torch.aminmax(sample)]
-            if low < _BEYOND * inner[0] or high > _BEYOND * inner[1]:  # outliers are few and decide much: count them all
+            if (
+                low < _BEYOND * inner[0] or high > _BEYOND * inner[1]
+            ):  # outliers are few and decide much: count them all
                 outside = values[(values < inner[0]) | (values > inner[1])]
                 self._count(outside, half, exponent, 1)
             values = sample

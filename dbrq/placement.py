@@ -294,7 +294,9 @@ class Placement:
         if id(op) in self._is_hard or id(op) in self.soft:
             reads = tuple(self._read(op, slot, vid) for slot, vid in op.activations)
             return Decision("int8", reads=reads, writes=self._writes(op.result.id), kernel=_kernel(op, "static", ()))
-        reason = self.reasons.get(id(op)) or op.row.reason or _FLOAT_REASONS.get(op.row.role, "no int8 kernel for this op")
+        reason = (
+            self.reasons.get(id(op)) or op.row.reason or _FLOAT_REASONS.get(op.row.role, "no int8 kernel for this op")
+        )
         return Decision(reason=reason)
 
     def _decide_chain(self, head: SeenOp, chain: list[SeenOp]) -> None:
@@ -362,4 +364,4 @@ def _kernel(op: SeenOp, mode: str, chain) -> str:
     return "dequantize, compute, quantize"
 
 
-__all__ = ["Placement", "SUPPORTED_POST_OPS"]
+__all__ = ["SUPPORTED_POST_OPS", "Placement"]

@@ -38,7 +38,9 @@ class Hook(Protocol):
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any: ...
+    def module(
+        self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False
+    ) -> Any: ...
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any: ...
 
@@ -155,7 +157,9 @@ class AutoQuantizationState(nn.Module):
         for name, keys in (("reads", [r.value for r in decision.reads]), ("writes", [decision.writes])):
             keys = [k for k in keys if k is not None]
             if keys:
-                text += f"; {name} " + ", ".join(f"{k} ({self.qparams(k)})" if k in self.slots else str(k) for k in keys)
+                text += f"; {name} " + ", ".join(
+                    f"{k} ({self.qparams(k)})" if k in self.slots else str(k) for k in keys
+                )
         return text
 
 
@@ -186,7 +190,7 @@ class ObserveHook:
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
         with _disabled():
-            if alone or not self.observers and not self.fakes:
+            if alone or (not self.observers and not self.fakes):
                 return leaf.original(*args, **kwargs)
             bound = bind_leaf(leaf, args, kwargs)
             if not self._observe(bound):
@@ -211,7 +215,11 @@ class ObserveHook:
             if x is None or not x.numel():
                 continue
             try:
-                seen = self._fake_quantized(observer, x) if _is_fake_quantize(observer) else observer(_observable(observer, x.detach()))
+                seen = (
+                    self._fake_quantized(observer, x)
+                    if _is_fake_quantize(observer)
+                    else observer(_observable(observer, x.detach()))
+                )
             except CalibrationError as error:
                 raise CalibrationError(
                     "a value seen in calibration cannot be quantized", path=self.op.owner, op=self.op.path,

@@ -11,8 +11,8 @@ from torch import nn
 from .attachment import state_of
 from .errors import ConfigurationError, RecipeError
 from .kernels import QParams
-from .workflow import QuantizedModelToken, _all_qparams, place
 from .record import SeenOp
+from .workflow import QuantizedModelToken, _all_qparams, place
 
 _VERSION = 1
 
@@ -60,7 +60,9 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
             got=f"{entries[at].get('path')} ({entries[at].get('op')})" if at < len(entries) else f"{len(entries)} ops",
         )
     qparams = {int(key): _from_json(key, value) for key, value in content["values"].items()}
-    forced = {id(op): "a recipe keeps it in float" for op, entry in zip(ops, entries, strict=True) if _is_forced(op, entry)}
+    forced = {
+        id(op): "a recipe keeps it in float" for op, entry in zip(ops, entries, strict=True) if _is_forced(op, entry)
+    }
     place(token, forced)
     missing = sorted(set(token.observers) - set(qparams))
     if missing:
@@ -102,11 +104,19 @@ def _from_json(key: str, value: Any) -> QParams:
 
 def _op_as_json(op: SeenOp) -> dict[str, Any]:
     decision = op.decision
-    entry: dict[str, Any] = {"path": op.path, "op": op.op, "call": op.call, "site": op.site, "precision": decision.precision}
+    entry: dict[str, Any] = {
+        "path": op.path,
+        "op": op.op,
+        "call": op.call,
+        "site": op.site,
+        "precision": decision.precision,
+    }
     if decision.reason:
         entry["reason"] = decision.reason
     entry["inputs"] = [{"slot": r.slot, "precision": "int8", "value": r.value} for r in decision.reads]
-    entry["output"] = {"precision": "float"} if decision.writes is None else {"precision": "int8", "value": decision.writes}
+    entry["output"] = (
+        {"precision": "float"} if decision.writes is None else {"precision": "int8", "value": decision.writes}
+    )
     return entry
 
 

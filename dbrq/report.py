@@ -61,7 +61,11 @@ class Report:
     def _share(self, counts: Any) -> float:
         rows = [row for row in self.rows if row.macs and counts(row)]
         total = sum(row.macs for row in rows)
-        return sum(row.macs for row in rows if row.precision == "int8" and "float activations" not in row.kernel) / total if total else 0.0
+        return (
+            sum(row.macs for row in rows if row.precision == "int8" and "float activations" not in row.kernel) / total
+            if total
+            else 0.0
+        )
 
     def __str__(self) -> str:
         table = [[r.path, r.op, r.precision, f"{r.macs / 1e6:.3g}" if r.macs else "", r.kernel if r.precision == "int8" else r.reason]
@@ -92,8 +96,13 @@ def report(model: nn.Module) -> Report:
     rows = [_row(op) for op in seen if op.row is None or op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen if op.module is not None}
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)) and path not in reached:
-            rows.append(ReportRow(path, type(module).__name__, "float", "it was never reached in the watching run", "float", 0))
+        if (
+            isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase))
+            and path not in reached
+        ):
+            rows.append(
+                ReportRow(path, type(module).__name__, "float", "it was never reached in the watching run", "float", 0)
+            )
     return Report(tuple(rows))
 
 
@@ -134,7 +143,9 @@ def sqnr(reference: Tensor, other: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal else -math.inf
 
 
-def log_values(model: nn.Module, example_inputs: Any = (), *, example_kwargs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+def log_values(
+    model: nn.Module, example_inputs: Any = (), *, example_kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
     """Output of every op of one run: op path (as in ``report``) -> float tensor.
 
     Args:
@@ -149,7 +160,9 @@ def log_values(model: nn.Module, example_inputs: Any = (), *, example_kwargs: Ma
     return {path: value for path, (_, value) in _logged(model, example_inputs, example_kwargs).items()}
 
 
-def _logged(model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> dict[str, tuple[str, Tensor]]:
+def _logged(
+    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
+) -> dict[str, tuple[str, Tensor]]:
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     values: dict[str, tuple[str, Tensor]] = {}
 

@@ -39,7 +39,9 @@ def load(path: str | os.PathLike) -> Any:
     try:
         content = torch.load(path, weights_only=False, map_location="cpu")
     except Exception as error:
-        raise LoadError(f"the file cannot be read: {error}", got=str(path), hint="save it again with dbrq.save") from error
+        raise LoadError(
+            f"the file cannot be read: {error}", got=str(path), hint="save it again with dbrq.save"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise LoadError("the file was not written by dbrq.save", got=str(path))
     if content.get("version") != _VERSION:

@@ -18,7 +18,6 @@ from .containers import tree_map
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 
-
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction
 

@@ -26,9 +26,20 @@ from .attention import multi_head_attention_forward
 from .auto_trace import InterceptedForward, active
 from .containers import tree_leaves
 from .errors import ConfigurationError
-from .mappings import asks_inplace, DROPOUTS, FUNCTIONS, OpRow, Role, function_name, is_torch_leaf, leaf_row, mutates, reads_values
-from .tensors import geometry_of
+from .mappings import (
+    DROPOUTS,
+    FUNCTIONS,
+    OpRow,
+    Role,
+    asks_inplace,
+    function_name,
+    is_torch_leaf,
+    leaf_row,
+    mutates,
+    reads_values,
+)
 from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+from .tensors import geometry_of
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -207,7 +218,9 @@ class Watch(TorchFunctionMode):
             output = intercepted.original(*args, **kwargs)
             if row.role is Role.PASS:
                 self._same_value(bound[0], output)
-            self._see(row, row.name, type(intercepted.module).__name__, args, kwargs, output, bound, intercepted, before)
+            self._see(
+                row, row.name, type(intercepted.module).__name__, args, kwargs, output, bound, intercepted, before
+            )
         return output
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -240,7 +253,7 @@ class Watch(TorchFunctionMode):
         inputs = self._infos((args, kwargs)) if before is None else before
         hooked = (
             row is not None and frame.call is not None and row.role not in (Role.PASS, Role.FLOAT)
-            and (module is not None and module.row is row or any(i.dtype.is_floating_point for i in inputs))
+            and ((module is not None and module.row is row) or any(i.dtype.is_floating_point for i in inputs))
         )  # fmt: skip
         path = module.path if module is not None else None
         place = ("module", path) if path is not None else (frame.path, op)
@@ -260,7 +273,9 @@ class Watch(TorchFunctionMode):
             seen.inplace = isinstance(written, Tensor) or (row is not None and bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
             if not seen.inplace:  # some functions return what they were given
-                seen.outputs = tuple((self._value(t) if id(t) in same else self._new(t, tag, seen)).info for t in tensors)
+                seen.outputs = tuple(
+                    (self._value(t) if id(t) in same else self._new(t, tag, seen)).info for t in tensors
+                )
             else:
                 seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
             if isinstance(written, Tensor) and id(written) not in {id(t) for t in tensors}:
@@ -326,7 +341,11 @@ class Watch(TorchFunctionMode):
             return self._new(tensor, tag, seen)
         old = self._lookup(tensor)
         storage = tensor.untyped_storage()._cdata
-        others = [(ref, vid) for ref, vid in self._by_storage[storage] if vid != old and ref() is not None and ref() is not tensor]
+        others = [
+            (ref, vid)
+            for ref, vid in self._by_storage[storage]
+            if vid != old and ref() is not None and ref() is not tensor
+        ]
         value = self._new(tensor, tag, seen)
         shared = bool(others) or storage in self._parameters or (old is not None and self._outlives(old))
         if shared:

@@ -118,13 +118,19 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError("prepare takes a module", expected="torch.nn.Module", got=type(model).__name__)
     if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigurationError("a ScriptModule has no Python forward to watch", hint="pass the module it was made from")
+        raise ConfigurationError(
+            "a ScriptModule has no Python forward to watch", hint="pass the module it was made from"
+        )
     for path, module in model.named_modules():
         if state_of(module) is not None:
-            raise ConfigurationError("the model is already prepared or converted", path=path, hint="prepare the float model")
+            raise ConfigurationError(
+                "the model is already prepared or converted", path=path, hint="prepare the float model"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
-            raise ConfigurationError("dbrq runs on the CPU", path=name, expected="cpu", got=tensor.device, hint="model.cpu()")
+            raise ConfigurationError(
+                "dbrq runs on the CPU", path=name, expected="cpu", got=tensor.device, hint="model.cpu()"
+            )
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -164,7 +170,9 @@ def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn
 
 def _add_state(token: QuantizedModelToken, intercepted: InterceptedForward, modules: dict[str, nn.Module]) -> None:
     calls = token.record.calls.get(intercepted.path, [])
-    used = {p: m for op in (o for c in calls for path in c.paths for o in path) for p, m in _modules_of(op, modules).items()}
+    used = {
+        p: m for op in (o for c in calls for path in c.paths for o in path) for p, m in _modules_of(op, modules).items()
+    }
     state = AutoQuantizationState(intercepted.path, token, calls, used)
     intercepted.state = state
     token.states[intercepted.path] = state
@@ -302,7 +310,9 @@ def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) 
         return held[name] if name in held and observed(held[name]) else None
 
     token.weight_axes = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
-    for path in {op.module for op in token.record.hooked() if op.row.role is Role.RECURRENT and op.decision.precision == "int8"}:  # type: ignore[union-attr]
+    for path in {
+        op.module for op in token.record.hooked() if op.row.role is Role.RECURRENT and op.decision.precision == "int8"
+    }:  # type: ignore[union-attr]
         op = next(o for o in token.record.hooked() if o.module == path)
         convert_recurrent(modules[path], [name for name, _ in recurrent_weights(modules[path])], op.qconfig)  # type: ignore[index]
 
@@ -334,7 +344,9 @@ def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
     """An observer's result in uint8: signed ranges are shifted by 128, which changes no value."""
     scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
     if scale.numel() != 1:
-        raise ConfigurationError("an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape))
+        raise ConfigurationError(
+            "an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape)
+        )
     inner = getattr(observer, "activation_post_process", observer)
     low = getattr(inner, "quant_min", None)
     high = getattr(inner, "quant_max", None)
@@ -345,7 +357,9 @@ def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
     if not (0 < value < float("inf")):
         raise QuantizationError("an observer gave a scale that is not positive", path=op.owner, op=op.path, got=value)
     if not 0 <= low + shift <= high + shift <= 255:
-        raise ConfigurationError("kernels take 8 bits", path=op.owner, op=op.path, expected="a range within 8 bits", got=(low, high))
+        raise ConfigurationError(
+            "kernels take 8 bits", path=op.owner, op=op.path, expected="a range within 8 bits", got=(low, high)
+        )
     return QParams(value, zero + shift, low + shift, high + shift)
 
 

@@ -38,9 +38,10 @@ def recorded(model: nn.Module, name: str) -> list:
 def test_sum_with_a_scaled_convolution(fn):
     # A pattern matcher that skips the multiplication fuses conv + x.
     model = Call(fn, conv=nn.Conv2d(4, 4, 3, padding=1), last=nn.Conv2d(4, 3, 1))
-    converted = assert_matches(model, images(), fx=False)
+    x = images()
+    converted = assert_matches(model, x, fx=False)
     assert not any("fused into conv" in row.kernel for row in rows(converted, "add"))
-    assert sqnr(run(model, images()), run(converted, images())) > 25
+    assert sqnr(run(model, x), run(converted, x)) > 25
 
 
 @pytest.mark.parametrize("alpha", [2, 0.5, -1, 0])
@@ -109,8 +110,8 @@ def test_in_place_through_a_view_is_seen_by_the_base():
 
 
 def test_reshape_by_the_batch_leaves_the_batch_free():
-    model = Call(lambda m, x: m.last(m.conv(x).reshape(x.size(0), -1)), conv=nn.Conv2d(4, 4, 1), last=nn.Linear(256, 3))
-    converted = assert_matches(model, images())
+    model = Call(lambda m, x: m.last(m.conv(x).reshape(x.size(0), -1)), conv=nn.Conv2d(4, 4, 1), last=nn.Linear(256, 30))
+    converted = assert_matches(model, images(32, 4, 8, 8))
     for batch in (1, 5):
         x = images(batch, 4, 8, 8)
         assert sqnr(run(model, x), run(converted, x)) > 25
@@ -173,7 +174,7 @@ def test_linear_of_one_output_and_of_one_input():
     (Call(lambda m, x: m.c(F.relu(m.a(x) + m.b(x))), a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 2, 1)), (4, 8, 8)),
 ])  # fmt: skip
 def test_batch_of_none(model, shape):
-    converted = convert(model, torch.randn(2, *shape)).quantized
+    converted = convert(model, torch.randn(32, *shape)).quantized
     empty = torch.randn(0, *shape)
     got, expected = run(converted, empty), run(model, empty)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
@@ -211,8 +212,9 @@ def test_tiny_and_huge_channels_side_by_side():
         conv.weight[0] *= 1e-30
         conv.weight[1] *= 1e20
         conv.bias.zero_()
-    converted = convert(nn.Sequential(conv), images()).quantized
-    a, b = run(nn.Sequential(conv), images()), run(converted, images())
+    x = images()
+    converted = convert(nn.Sequential(conv), x).quantized
+    a, b = run(nn.Sequential(conv), x), run(converted, x)
     assert torch.isfinite(b).all()
     for channel in (1, 2):
         assert sqnr(a[:, channel], b[:, channel]) > 25

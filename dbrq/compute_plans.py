@@ -1,0 +1,320 @@
+"""Convolutions, linear layers and what is fused behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .auto_trace import TAG, InterceptedForward, RunCall
+from .errors import DeviationError, KernelInputError
+from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, dequantize, ints, quantize
+from .mappings import Role, Spelling
+from .plan_base import Plan, Quantized
+from .record import SeenOp
+from .tensors import Int8Tensor, plain
+from .weights import StoredWeight, Watched, norm_scale, norm_shift, source_of, tensor_of
+
+if TYPE_CHECKING:
+    from .quantization_state import AutoQuantizationState
+
+_disabled = torch._C.DisableTorchFunction
+
+
+class Fused:
+    """A fusion under way: an int8 convolution or linear layer whose followers are not all known yet.
+
+    Running it is put off until its reader is: the recorded one continues it, any other gets the float value so far.
+    """
+
+    __slots__ = ("other", "plan", "q", "qparams")
+
+    def __init__(self, plan: ComputePlan, q: Tensor, qparams: QParams, other: Any = None) -> None:
+        self.plan, self.q, self.qparams, self.other = plan, q, qparams, other
+
+    def value(self, stage: int) -> Tensor:
+        with _disabled():
+            result = self.plan.execute(self.q, self.qparams, stage, self.other, None)
+            result.__dict__[TAG] = self.plan.value_ids[stage]
+            return result
+
+
+class ComputePlan(Plan):
+    """conv1d, conv2d, conv3d and linear with int8 activations, and what is fused behind them."""
+
+    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+        super().__init__(state, op)
+        self.steps = op.decision.chain
+        self.modules = state.modules_by_path
+        assert op.weight is not None
+        self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
+        self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = {}
+        self._post_ops: dict[int, PostOp] = {}
+        self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
+        self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
+        self.contiguous = op.result.contiguous
+        self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
+        self.adds = any(step.op.name == "add" for step in self.steps)
+        self.value_ids = [op.result.id, *(step.value for step in self.steps)]
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            shape = self._usual.get(x.size_)
+            if shape is not None:
+                if self.steps:
+                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams), 0)  # type: ignore[arg-type]
+                with _disabled():
+                    return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
+        return self.module(call, leaf, (x,), {})
+
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+        if kwargs or alone:
+            return (
+                plain(super().module(call, leaf, args, kwargs)) if alone else super().module(call, leaf, args, kwargs)
+            )
+        with _disabled():
+            return self.run(call, args)
+
+    def run(self, call: RunCall, bound: Sequence[Any]) -> Any:
+        x = bound[0]
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            q, qparams = x.data_u8, x.qparams
+        else:
+            found = self.read_int8(call, x, 0)
+            if found is None:
+                return self._unusual(None, call, bound)
+            q, qparams = found
+        if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
+            return self._unusual((q, qparams), call, bound)
+        if self.row.ndim and self.op.module is None:
+            self._check_settings(bound)
+        if self.op.pad is not None:
+            q = kernels.pad_mode(q, *self.op.pad)
+        shape = self.packed(self.folds).output_shape(q.shape)
+        if self.op.pad is None and len(self._usual) < 256:
+            self._usual[q.shape] = shape
+        if self.steps:
+            return Int8Tensor.under_way(shape, Fused(self, q, qparams), 0)
+        return self._result(q, qparams, shape)
+
+    def _result(self, q: Tensor, qparams: QParams, shape: torch.Size) -> Tensor:
+        result = self.execute(q, qparams, 0, None, self.out)
+        return self._tagged(result) if self.out is None else Int8Tensor(shape, result, self.out)
+
+    def _unusual(self, found: Quantized | None, call: RunCall, bound: Sequence[Any]) -> Any:
+        """Inputs without batch dimension, empty ones, and values of another origin."""
+        if found is not None and found[0].numel() and self.op.pad is None:
+            q, qparams = found
+            return self._tagged(self.execute(q.unsqueeze(0), qparams, 0, None, None).squeeze(0))
+        if self.op.module is not None:
+            module = self.modules[self.op.module]
+            return self._tagged(type(module).forward(module, plain(bound[0])))
+        return self._tagged(self.run_plain(list(bound)))
+
+    def _check_settings(self, bound: Sequence[Any]) -> None:
+        constants = tuple(tuple(b) if isinstance(b, list) else b for b in bound[3:7])
+        if constants != tuple(self.op.constants[3:7]):
+            raise DeviationError(
+                "a convolution runs with other settings than were recorded", path=self.op.owner, op=self.op.path,
+                expected=f"stride, padding, dilation, groups = {self.op.constants[3:7]}", got=constants,
+                hint="keep them fixed, or set this op's qconfig to None",
+            )  # fmt: skip
+
+    # Kernels
+
+    def packed(self, folded: bool) -> PackedConv | PackedLinear:
+        """The packed weight, with or without the batch norm that follows folded in."""
+        entry = self._packed.get(folded)
+        if entry is not None and entry[0].unchanged():
+            return entry[1]
+        with torch.inference_mode(False), torch.no_grad():
+            entry = self._pack(folded)
+        self._packed[folded] = entry
+        return entry[1]
+
+    def _pack(self, folded: bool) -> tuple[Watched, PackedConv | PackedLinear]:
+        sources = self.weight.sources(self.modules)
+        scale = self.weight.scale(self.modules)
+        bias = None
+        if self.op.bias is not None:
+            bias = tensor_of(self.op.bias, self.modules)
+            sources.append(source_of(self.op.bias, self.modules))
+        if folded:
+            sources += [source_of(ref, self.modules) for ref in self.steps[0].norm if ref is not None]
+            factor = norm_scale(self.steps[0], self.modules)
+            scale, bias = scale * factor, norm_shift(self.steps[0], self.modules, factor, bias)
+        weight = self.weight.int8(self.modules).contiguous()
+        if self.row.ndim == 0:
+            return Watched(sources), PackedLinear(weight, scale, bias)
+        stride, padding, dilation, groups = self.op.constants[3:7]
+        n = self.row.ndim
+        dilation = ints(dilation, n)
+        if self.op.pad is not None:
+            padding = 0
+        elif isinstance(padding, str):
+            padding = [
+                0 if padding == "valid" else d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True)
+            ]
+        return Watched(sources), PackedConv(weight, scale, bias, ints(stride, n), ints(padding, n), dilation, groups)
+
+    def execute(self, q: Tensor, qparams: QParams, stage: int, other: Any, out: QParams | None) -> Tensor:
+        """The layer and its first ``stage`` followers: uint8 with qparams ``out``, or float32 where that is None."""
+        packed = self.packed(self.folds and stage > 0)
+        bound = self._bound.get((q.shape, stage))
+        meaning = None if other is None else other[1]
+        if bound is not None and bound[:4] == (packed, qparams, meaning, out):
+            return bound[4](q) if other is None else bound[4](q, other[0])
+        if other is not None:
+            return self._sum(packed, q, qparams, other, stage, out)
+        post_op = self._post_ops.get(stage)
+        if post_op is None:
+            post_op = self._post_ops[stage] = self._post_op(stage)
+        if out is not None and isinstance(packed, PackedConv):
+            ready = packed.bind(q.shape, qparams, post_op, out)
+            self._keep_bound((q.shape, stage), (packed, qparams, None, out, ready))
+        result = packed(q, qparams, post_op, out)
+        return result if out is not None or not self.contiguous else result.contiguous()
+
+    def _keep_bound(self, key: tuple, entry: tuple) -> None:
+        if entry[-1] is not None:
+            if len(self._bound) > 64:
+                self._bound.clear()
+            self._bound[key] = entry
+
+    def _post_op(self, stage: int) -> PostOp:
+        step = self.steps[stage - 1] if stage else None
+        if step is None or step.op.post_op is None:
+            return NO_POST_OP
+        found = step.op.post_op(step.constants)
+        assert found is not None
+        return PostOp(found.name, list(found.args), found.algorithm)
+
+    def _sum(self, packed: Any, q: Tensor, qparams: QParams, other: Any, stage: int, out: QParams | None) -> Tensor:
+        """The layer plus another value, accumulated into a copy of that value."""
+        data, meaning = other
+        relu = self.steps[stage - 1].op.role is Role.ACTIVATION
+        if data.shape != packed.output_shape(q.shape):
+            result = packed(q, qparams) + (data if meaning is None else dequantize(data, meaning))
+            result = result.relu_() if relu else result
+            return result if out is None else quantize(result, out)
+        if self.row.ndim and meaning is not None and out is not None:
+            ready = packed.bind_sum(q.shape, qparams, meaning, relu, out)
+            self._keep_bound((q.shape, stage), (packed, qparams, meaning, out, ready))
+            return packed.add_(q, qparams, data.clone(memory_format=torch.channels_last), meaning, relu, out)
+        accumulator = data.clone() if meaning is None else dequantize(data, meaning)
+        if self.row.ndim:
+            accumulator = accumulator.contiguous(memory_format=torch.channels_last)
+            result = packed.add_(q, qparams, accumulator, None, relu, None)
+        else:
+            result = packed.add_(q, qparams, accumulator.contiguous(), relu)
+        if out is not None:
+            return quantize(result, out)
+        return result.contiguous() if self.contiguous else result
+
+
+class FusedPlan(Plan):
+    """An op fused behind a convolution or linear layer: continues what is under way, or runs in float on anything else."""
+
+    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+        super().__init__(state, op)
+        self.expects = op.decision.member_of
+        self.adds = self.row.role is Role.ELEMENTWISE
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        if not self._continues(x):
+            return self.module(call, leaf, (x,), {})
+        return self._continue(x, x.deferred, self.op.inplace)
+
+    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        if not self.adds or kwargs or len(args) != 2:
+            return super().function(call, func, spelling, args, kwargs)
+        x, other = args
+        swapped = not self._continues(x)
+        if swapped:
+            x, other = other, x
+        if not (self._continues(x) if swapped else True):
+            return super().function(call, func, spelling, args, kwargs)
+        read = self._other(call, other)
+        if read is None or (spelling.inplace and swapped):
+            return super().function(call, func, spelling, args, kwargs)
+        fused = x.deferred
+        return self._continue(x, Fused(fused.plan, fused.q, fused.qparams, read), spelling.inplace)
+
+    def run(self, call: RunCall, bound: list[Any]) -> Any:
+        slots = bound[:2] if self.adds else bound[:1]
+        slot = next((i for i, x in enumerate(slots) if self._continues(x)), None)
+        if slot is None:
+            return self.write(self.run_plain(bound))
+        x = bound[slot]
+        fused = x.deferred
+        if self.adds:
+            other = self._other(call, bound[1 - slot])
+            if other is None:
+                return self.write(self.run_plain(bound))
+            fused = Fused(fused.plan, fused.q, fused.qparams, other)
+        return self._continue(x, fused)
+
+    def _continues(self, x: Any) -> bool:
+        """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""
+        if type(x) is not Int8Tensor or x.deferred is None:
+            return False
+        return x.deferred.plan.value_ids[x.stage] == self.expects  # type: ignore[attr-defined]
+
+    def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
+        """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
+        stage, plan = x.stage + 1, fused.plan
+        if stage < len(plan.steps):
+            if not inplace:
+                return Int8Tensor.under_way(x.size_, fused, stage)
+            x.deferred, x.stage = fused, stage
+            return x
+        if self.out is None:
+            result = self._tagged(fused.value(stage))
+            if inplace:
+                x.become(result)
+                return x
+            return result
+        with _disabled():
+            data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
+        if not inplace:
+            return Int8Tensor(x.size_, data, self.out)
+        x.data_u8, x.qparams, x.deferred = data, self.out, None
+        return x
+
+    def _other(self, call: RunCall, x: Any) -> Any:
+        """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change it."""
+        if not isinstance(x, Tensor):
+            return None
+        if self.reads:
+            return self.read_int8(call, x, 0)
+        if isinstance(x, Int8Tensor) and x.data_u8 is not None:
+            return x.data_u8, x.qparams
+        value = plain(x)
+        return (value.detach().clone() if self.op.decision.writes is None and value is x else value.detach(), None)
+
+
+class DynamicLinearPlan(ComputePlan):
+    """linear with activations quantized by their own range at run time, or not at all; the result is float32."""
+
+    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+        super().__init__(state, op)
+        activation = op.qconfig.activation()  # type: ignore[union-attr]
+        self.reduce_range = bool(getattr(activation, "reduce_range", False))
+
+    def run(self, call: RunCall, bound: list[Any]) -> Any:
+        x = plain(bound[0])
+        if x.dtype is not torch.float32:
+            raise KernelInputError("an int8 op got another dtype", path=self.op.owner, op=self.op.path,
+                                   expected="torch.float32", got=x.dtype)  # fmt: skip
+        if not x.numel():
+            return self._tagged(self.run_plain(bound))
+        if self.op.decision.mode == "weight_only":
+            bias = None if self.op.bias is None else tensor_of(self.op.bias, self.modules)
+            result = kernels.weight_only_linear(x, self.weight.int8(self.modules), self.weight.scale(self.modules))
+            return self._tagged(result if bias is None else result.add_(bias))
+        x = x.detach()
+        qparams = kernels.dynamic_qparams(x, self.reduce_range)
+        return self._tagged(self.packed(False)(quantize(x, qparams), qparams))

@@ -1,0 +1,139 @@
+"""What all op hooks of a converted model have in common: reading int8 values, writing them, running in float.
+
+A plan is derived from the op's ``Decision`` and the qparams and weights of the model; it holds no truth of its own. Plans
+are read-only while they run, so threads share them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .auto_trace import INT8, TAG, InterceptedForward, RunCall
+from .containers import tree_leaves, tree_map
+from .errors import DeviationError, KernelInputError
+from .kernels import QParams, quantize
+from .mappings import Spelling, asks_inplace
+from .record import Read, SeenOp
+from .reference import run_float
+from .tensors import Int8Tensor, plain
+from .watch import bind_leaf
+
+if TYPE_CHECKING:
+    from .quantization_state import AutoQuantizationState
+
+Quantized = tuple[Tensor, QParams]
+_disabled = torch._C.DisableTorchFunction
+
+
+class Plan:
+    """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
+
+    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+        assert op.row is not None
+        self.state, self.op, self.row, self.module_path = state, op, op.row, op.module
+        self.reads: Sequence[Read] = op.decision.reads
+        self.tag = op.result.tag
+        self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
+        self.read_qparams = [state.qparams(read.value) for read in self.reads]
+
+    # The two ways an op is spelled
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        """The op as a leaf module with one argument; the hot path, runs under the function mode."""
+        return self.module(call, leaf, (x,), {})
+
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+        """The op as a leaf module."""
+        with _disabled():
+            if self.op.decision.precision == "float":
+                return self._tagged(leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
+            bound = bind_leaf(leaf, args, kwargs)
+            return self._finish(bound[0], self.run(call, bound), self.op.inplace)
+
+    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        """The op as a function, method or operator."""
+        if self.op.decision.precision == "float" or "out" in kwargs:
+            return self._tagged(call.run_float(func, args, kwargs, spelling.inplace))
+        bound = spelling.bind(args, kwargs)
+        inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
+        return self._finish(bound[0], self.run(call, bound), inplace)
+
+    def run(self, call: RunCall, bound: list[Any]) -> Any:
+        """The op on arguments in the row's order; int8 or float, never in place."""
+        raise AssertionError("subclasses say how")
+
+    # Reading and writing values
+
+    def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
+        """``x`` as integers, or None if it is a float value of another origin than the record's."""
+        if type(x) is Int8Tensor:
+            if x.data_u8 is not None:
+                return x.data_u8, x.qparams  # type: ignore[return-value]
+            x = x.float_value()
+        qparams, read = self.read_qparams[number], self.reads[number]
+        inputs = id(x) in call.input_tags
+        cached = call.quantized_inputs.get(id(x)) if inputs else x.__dict__.get(INT8)
+        if cached is not None and cached[0] == qparams and cached[2] == call.mutations and cached[3] is call:
+            return cached[1], qparams
+        if call.tag_of(x) != read.tag:
+            self._unrecorded(f"a value made by {call.tag_of(x)!r}", f"the value that {read.tag!r} made")
+            return None
+        if x.dtype is not torch.float32:
+            raise KernelInputError(
+                "an int8 op got another dtype", path=self.op.owner, op=self.op.path, expected="torch.float32", got=x.dtype,
+                hint="pass float32, as in the watching run",
+            )  # fmt: skip
+        q = quantize(x.detach(), qparams)
+        entry = (qparams, q, call.mutations, call)
+        if inputs:
+            call.quantized_inputs[id(x)] = entry
+        else:
+            x.__dict__[INT8] = entry
+        return q, qparams
+
+    def _unrecorded(self, got: str, expected: str) -> None:
+        if self.state.token.strict:
+            raise DeviationError("an op reads another value than was recorded", path=self.op.owner, op=self.op.path,
+                                 expected=expected, got=got, hint="prepare with example_inputs that take this path")  # fmt: skip
+        warnings.warn(
+            f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}", stacklevel=2
+        )
+
+    def write(self, value: Tensor) -> Tensor:
+        """A float result as the record wants it: quantized, or tagged."""
+        if self.out is None:
+            return self._tagged(value)
+        return Int8Tensor(value.shape, quantize(value, self.out), self.out)
+
+    def _tagged(self, output: Any) -> Any:
+        if type(output) is Tensor:
+            output.__dict__[TAG] = self.tag
+        elif isinstance(output, Int8Tensor):  # written to, and float now
+            self._tagged(output._float)
+        elif isinstance(output, (tuple, list)):
+            tags = iter(self.op.outputs)
+            for leaf in tree_leaves(output):
+                info = next(tags, None) if isinstance(leaf, Tensor) else None
+                if info is not None and type(leaf) is Tensor:
+                    leaf.__dict__[TAG] = info.tag
+        return output
+
+    def _finish(self, target: Any, output: Any, inplace: bool) -> Any:
+        if not inplace or not isinstance(target, Tensor):
+            return output
+        if isinstance(target, Int8Tensor):
+            target.become(output)
+        else:
+            target.copy_(plain(output))
+            self._tagged(target)
+            target.__dict__.pop(INT8, None)
+        return target
+
+    def run_plain(self, bound: list[Any]) -> Any:
+        """The op in float."""
+        return run_float(self.row, tree_map(plain, bound), self.op.pad)
