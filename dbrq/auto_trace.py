@@ -89,6 +89,7 @@ class InterceptedForward:
         path: its path in the model.
         token: shared by the model.
         row, attributes: its op, if it is a leaf of the op table; ``passes`` if in eval that op changes nothing.
+        is_torch_leaf: torch's own module that holds no others; its ops are its caller's.
         state: its ``AutoQuantizationState``, if it is not a leaf or is the root.
     """
 
@@ -97,7 +98,7 @@ class InterceptedForward:
         self.previous = module.__dict__.get("forward")
         self.row: OpRow | None = None
         self.attributes: tuple[str, ...] = ()
-        self.passes = False
+        self.passes = self.is_torch_leaf = False
         self.state: AutoQuantizationState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +239,14 @@ class RunCall(TorchFunctionMode):
             if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
             with _disabled():
-                return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+                output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+                if row is None:  # not looked into: all its outputs are its own
+                    name = type(intercepted.module).__name__
+                    given = list(tree_leaves((args, kwargs)))
+                    for leaf in tree_leaves(output):
+                        if type(leaf) is Tensor and not any(leaf is g for g in given):
+                            leaf.__dict__[TAG] = name
+                return output
         hook = self.frame.next(row, intercepted.path)
         output = hook.module(self, intercepted, args, kwargs)
         return output if self.log is None else self._logged(hook, output)

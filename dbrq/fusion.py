@@ -6,6 +6,7 @@ nothing else, quantizeable or not, reads what lies between them.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: 
     heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]  # type: ignore[union-attr]
     for op in record.hooked():
         op.qconfig = op.qconfig or _ANY
+    calls = Counter(op.module for op in record.ops)
     found = []
     for number, chain in sorted(find_chains(record, heads).items()):
         group = [heads[number]]
@@ -128,7 +130,7 @@ def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: 
             if op.module is None or op.row.name not in ("batch_norm", "relu"):  # type: ignore[union-attr]
                 break
             group.append(op)
-        if len(group) > 1 and heads[number].module is not None and all(op.occurrence == 0 for op in group):
+        if len(group) > 1 and heads[number].module is not None and all(calls[op.module] == 1 for op in group):
             found.append([op.module for op in group if op.module is not None])
     return found
 

@@ -301,7 +301,7 @@ _PASS = [
     ),
     OpRow("identity", Role.PASS, modules={nn.Identity: ""}),
     *(
-        OpRow(name, Role.PASS, "input p=0.5 training=True inplace=False", (getattr(F, name),),
+        OpRow(name, Role.PASS, f"input p=0.5 training={'alpha' not in name} inplace=False", (getattr(F, name),),
               modules={cls: "p training inplace"} if cls else {})
         for name, cls in zip(DROPOUTS, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
                                          nn.FeatureAlphaDropout), strict=True)

@@ -47,7 +47,7 @@ def kind(qconfig: QConfig | None) -> tuple[str, str]:
         return "", f"kernels take one scale per activation, and its qconfig asks for {activation_scheme}"
     if getattr(activation, "is_dynamic", False):
         return ("dynamic", "") if dtype in _INT8 else ("", f"no kernel takes dynamic {dtype} activations")
-    if dtype in _INT8:
+    if dtype in _INT8 or (dtype is None and hasattr(activation, "calculate_qparams")):
         return "static", ""
     if dtype in (torch.float32, torch.float, torch.float16, None):
         return "weight_only", ""

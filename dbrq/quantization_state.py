@@ -61,6 +61,7 @@ class AutoQuantizationState(nn.Module):
         super().__init__()
         self.path, self.token, self.calls = path, token, calls
         self.__dict__["modules_by_path"] = modules  # not children: they belong to the model
+        self.opaque = False
         self.observers = nn.ModuleDict()
         self.weight_fake_quants = nn.ModuleDict()
         self.slots: dict[int, int] = {}
@@ -108,7 +109,9 @@ class AutoQuantizationState(nn.Module):
     # Hooks
 
     def hooks(self, count: int) -> list[Hook] | None:
-        """The op hooks of the module's call number ``count`` in a run."""
+        """The op hooks of the module's call number ``count`` in a run; None if it is not looked into."""
+        if self.opaque:
+            return None
         hooks = self._hooks.get(count)
         if hooks is None:
             if count >= len(self.calls):

@@ -128,6 +128,7 @@ class Watch(TorchFunctionMode):
     def _intercept(self, model: nn.Module) -> InterceptedForward:
         for path, module in model.named_modules():
             intercepted = InterceptedForward(module, path, self)  # type: ignore[arg-type]
+            intercepted.is_torch_leaf = is_torch_leaf(module)
             found = leaf_row(module)
             if found is not None:
                 intercepted.row, intercepted.attributes = found
@@ -171,7 +172,7 @@ class Watch(TorchFunctionMode):
             return self._opaque(intercepted, args, kwargs)
         if intercepted.row is not None and self.frame is not None:
             return self._leaf_op(intercepted, args, kwargs)
-        if is_torch_leaf(module) and self.frame is not None:
+        if intercepted.is_torch_leaf and self.frame is not None:
             outer, self.leaf = self.leaf, intercepted
             try:
                 return intercepted.original(*args, **kwargs)

@@ -153,6 +153,7 @@ def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn
             module.__dict__["forward"] = intercepted
             if module is target:
                 _add_state(token, intercepted, modules)
+                token.states[path].opaque = True
             continue
         found = leaf_row(module)
         if found is not None and found[0].role is Role.FLOAT and module is not target:
