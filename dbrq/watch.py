@@ -197,6 +197,8 @@ class Watch(TorchFunctionMode):
 
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A subtree that stays float: one op, of which only inputs and outputs are known."""
+        if self.frame is None:  # the whole model
+            self.frame = _Frame(intercepted.path, None, 0)
         self.hidden += 1
         try:
             with _disabled():

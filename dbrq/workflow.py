@@ -343,7 +343,7 @@ def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
 
 def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
     """An observer's result in uint8: signed ranges are shifted by 128, which changes no value."""
-    scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+    scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())  # type: ignore[operator]
     if scale.numel() != 1:
         raise ConfigurationError(
             "an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape)

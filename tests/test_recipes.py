@@ -139,11 +139,7 @@ def test_an_op_can_be_kept_in_float(model, x, path, tmp_path):
     recipe = saved(convert(model, x).prepared, tmp_path / "recipe.json")
     assert entry(recipe, path)["precision"] == "int8"
     entry(recipe, path)["precision"] = "float"
-    try:
-        converted = loaded(model, x, recipe, tmp_path / "edited.json")
-    except RecipeError as error:  # a float op makes values whose readers were never calibrated
-        assert "qparams" in str(error) and error.hint
-        return
+    converted = loaded(model, x, recipe, tmp_path / "edited.json")
     row = next(row for row in dbrq.report(converted).rows if row.path == path)
     assert row.precision == "float" and row.reason == "a recipe keeps it in float"
     assert sqnr(run(model, x), run(converted, x)) > 20
