@@ -1,4 +1,4 @@
-"""QConfigMapping in full: who gets which qconfig, what every kind of qconfig does, and classes that are not looked into."""
+"""QConfigMapping in full: who gets which qconfig, what each kind does, and classes that are not looked into."""
 
 import copy
 import operator
@@ -71,8 +71,14 @@ class Tree(nn.Module):
 
 
 LAYERS = {
-    "first", "last", "middle.conv", "middle.leaf.a", "middle.leaf.b", "middle.other.a", "middle.other.b",
-}  # fmt: skip
+    "first",
+    "last",
+    "middle.conv",
+    "middle.leaf.a",
+    "middle.leaf.b",
+    "middle.other.a",
+    "middle.other.b",
+}
 
 
 def in_float(model: nn.Module, mapping: QConfigMapping, x=None) -> set[str]:
@@ -86,9 +92,13 @@ def in_float(model: nn.Module, mapping: QConfigMapping, x=None) -> set[str]:
 def in_float_by_fx(model: nn.Module, mapping: QConfigMapping, x=None) -> set[str]:
     x = torch.randn(16, 8) if x is None else x
     graph = fx_quantize(copy.deepcopy(model), x, mapping).graph_module
-    return {path for path, module in graph.named_modules()
-            if isinstance(module, (nn.Linear, nn.Conv2d)) and ".quantized" not in type(module).__module__
-            and "_packed_params" not in path}  # fmt: skip
+    return {
+        path
+        for path, module in graph.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
+        and ".quantized" not in type(module).__module__
+        and "_packed_params" not in path
+    }
 
 
 # Who gets which
@@ -104,25 +114,38 @@ MAPPINGS = {
     "name of a parent": (lambda m: m.set_module_name("middle.leaf", None), {"middle.leaf.a", "middle.leaf.b"}),
     "name of a grandparent": (lambda m: m.set_module_name("middle", None), LAYERS - {"first", "last"}),
     "child differs from its parent": (
-        lambda m: m.set_module_name("middle", None).set_module_name("middle.leaf.b", DEFAULT), LAYERS - {"first", "last", "middle.leaf.b"}),
+        lambda m: m.set_module_name("middle", None).set_module_name("middle.leaf.b", DEFAULT),
+        LAYERS - {"first", "last", "middle.leaf.b"},
+    ),
     "a name that is a prefix of another": (lambda m: m.set_module_name("mid", None), set()),
     "regex": (lambda m: m.set_module_name_regex(r"middle\..*\.a", None), {"middle.leaf.a", "middle.other.a"}),
     "regex matches from the start": (lambda m: m.set_module_name_regex(r"leaf", None), set()),
     "the first regex that matches": (
         lambda m: m.set_module_name_regex(r".*\.a", DEFAULT).set_module_name_regex(r"middle.*", None),
-        {"middle.conv", "middle.leaf.b", "middle.other.b"}),
+        {"middle.conv", "middle.leaf.b", "middle.other.b"},
+    ),
     "name before regex": (
-        lambda m: m.set_module_name_regex(".*", None).set_module_name("middle.leaf.a", DEFAULT), LAYERS - {"middle.leaf.a"}),
+        lambda m: m.set_module_name_regex(".*", None).set_module_name("middle.leaf.a", DEFAULT),
+        LAYERS - {"middle.leaf.a"},
+    ),
     "regex before type": (
-        lambda m: m.set_object_type(nn.Linear, None).set_module_name_regex(r"first", DEFAULT), LAYERS - {"first"}),
+        lambda m: m.set_object_type(nn.Linear, None).set_module_name_regex(r"first", DEFAULT),
+        LAYERS - {"first"},
+    ),
     "type before global": (lambda m: m.set_global(None).set_object_type(nn.Linear, DEFAULT), set()),
     "order": (lambda m: m.set_module_name_object_type_order("middle.leaf", nn.Linear, 1, None), {"middle.leaf.b"}),
     "order in the root": (lambda m: m.set_module_name_object_type_order("", nn.Linear, 1, None), {"last"}),
-    "order counts per parent": (lambda m: m.set_module_name_object_type_order("middle", nn.Linear, 0, None), {"middle.conv"}),
+    "order counts per parent": (
+        lambda m: m.set_module_name_object_type_order("middle", nn.Linear, 0, None),
+        {"middle.conv"},
+    ),
     "order before name": (
-        lambda m: m.set_module_name("middle", None).set_module_name_object_type_order("middle.other", nn.Linear, 0, DEFAULT),
-        LAYERS - {"first", "last", "middle.other.a"}),
-}  # fmt: skip
+        lambda m: m.set_module_name("middle", None).set_module_name_object_type_order(
+            "middle.other", nn.Linear, 0, DEFAULT
+        ),
+        LAYERS - {"first", "last", "middle.other.a"},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
@@ -159,9 +182,8 @@ FUNCTIONS = {
     "function as torch names it": (lambda m: m.set_object_type(torch.conv1d, None), {"conv1d.0"}),
     "method, by its name": (lambda m: m.set_object_type("add", None), {"add.0"}),
     "global None": (lambda m: m.set_global(None), {"linear.0", "linear.1", "conv1d.0", "add.0", "add.1"}),
-    "only functions": (
-        lambda m: m.set_global(None).set_object_type(F.linear, DEFAULT), {"conv1d.0", "add.0", "add.1"}),
-}  # fmt: skip
+    "only functions": (lambda m: m.set_global(None).set_object_type(F.linear, DEFAULT), {"conv1d.0", "add.0", "add.1"}),
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -180,18 +202,24 @@ def test_any_spelling_of_an_operator_names_it(key):
     assert rows(converted, "add")[0].reason == "its qconfig is None"
 
 
-@pytest.mark.parametrize("change", [
-    lambda m: m.set_module_name("child", None),
-    lambda m: m.set_module_name_regex("chi.*", None),
-    lambda m: m.set_object_type(Call(lambda m, x: x).__class__, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.set_module_name("child", None),
+        lambda m: m.set_module_name_regex("chi.*", None),
+        lambda m: m.set_object_type(Call(lambda m, x: x).__class__, None),
+    ],
+)
 def test_functional_ops_follow_the_module_they_are_in(change):
     child = Call(lambda m, x: F.linear(x, m.w), w=torch.randn(8, 8))
     model = nn.Sequential()
     model.add_module("first", nn.Linear(8, 8))
     model.add_module("child", child)
     converted = assert_matches(model, torch.randn(16, 8), change(everything()), fx=False)
-    assert {row.path: row.precision for row in dbrq.report(converted).rows} == {"first": "int8", "child.linear.0": "float"}
+    assert {row.path: row.precision for row in dbrq.report(converted).rows} == {
+        "first": "int8",
+        "child.linear.0": "float",
+    }
 
 
 def test_the_mapping_is_not_changed():
@@ -202,8 +230,17 @@ def test_the_mapping_is_not_changed():
     assert repr(mapping.to_dict()) == repr(before) and {k: id(v) for k, v in vars(mapping).items()} == ids
 
 
-@pytest.mark.parametrize("mapping", [DEFAULT, everything(), get_default_qconfig_mapping("onednn"), get_default_qconfig_mapping("x86"),
-                                     get_default_qconfig_mapping("fbgemm"), None])  # fmt: skip
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        DEFAULT,
+        everything(),
+        get_default_qconfig_mapping("onednn"),
+        get_default_qconfig_mapping("x86"),
+        get_default_qconfig_mapping("fbgemm"),
+        None,
+    ],
+)
 def test_mappings_of_torch_ao(mapping):
     converted = assert_matches(Tree(), torch.randn(64, 8), mapping)
     assert dbrq.report(converted).coverage == 1.0
@@ -219,7 +256,9 @@ def test_what_is_no_mapping_is_told(mapping):
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 6, 1), nn.Flatten(), nn.Linear(96, 40))
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 6, 1), nn.Flatten(), nn.Linear(96, 40)
+    )
 
 
 def qparams(model: nn.Module) -> list:
@@ -235,7 +274,8 @@ ACTIVATIONS = {
     "quint8 symmetric": MinMaxObserver.with_args(dtype=torch.quint8, qscheme=torch.per_tensor_symmetric),
     "qint8 symmetric": MinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric),
     "qint8 symmetric, -127": MinMaxObserver.with_args(
-        dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-127, quant_max=127, eps=2**-12),
+        dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-127, quant_max=127, eps=2**-12
+    ),
     "moving average": MovingAverageMinMaxObserver,
     "histogram of torch.ao": HistogramObserver,
     "histogram of torch.ao, reduced": HistogramObserver.with_args(reduce_range=True),
@@ -244,7 +284,7 @@ ACTIVATIONS = {
     "four bits": MinMaxObserver.with_args(quant_min=0, quant_max=15),
     "histogram of dbrq": dbrq.HistogramObserver,
     "histogram of dbrq, signed": dbrq.HistogramObserver.with_args(dtype=torch.qint8),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -258,7 +298,9 @@ def test_activation_observers(name):
     for q in qparams(converted):
         assert 0 <= q.quant_min <= q.zero_point <= q.quant_max <= 255
         bits = q.quant_max - q.quant_min
-        assert bits == {"reduced": 127, "four bits": 15}.get(name, 254 if "-127" in name else 127 if "reduced" in name else 255)
+        assert bits == {"reduced": 127, "four bits": 15}.get(
+            name, 254 if "-127" in name else 127 if "reduced" in name else 255
+        )
 
 
 @pytest.mark.parametrize("name", ["quint8", "qint8", "moving average", "reduced", "four bits", "quint8 symmetric"])
@@ -278,10 +320,13 @@ WEIGHTS = {
     "per channel": default_per_channel_weight_observer,
     "per tensor": default_weight_observer,
     "per channel, 7 bits": PerChannelMinMaxObserver.with_args(
-        dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-64, quant_max=63),
+        dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-64, quant_max=63
+    ),
     "histogram of torch.ao": HistogramObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric),
-    "int8": PerChannelMinMaxObserver.with_args(dtype=torch.int8, qscheme=torch.per_channel_symmetric, quant_min=-128, quant_max=127),
-}  # fmt: skip
+    "int8": PerChannelMinMaxObserver.with_args(
+        dtype=torch.int8, qscheme=torch.per_channel_symmetric, quant_min=-128, quant_max=127
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -294,10 +339,18 @@ def test_weight_observers(name):
     assert converted[0].weight_scale.numel() == (8 if "channel" in name or name == "int8" else 1)
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver.with_args(dtype=torch.qint8), MinMaxObserver,
-                                      PerChannelMinMaxObserver.with_args(dtype=torch.quint8, qscheme=torch.per_channel_affine)])  # fmt: skip
+@pytest.mark.parametrize(
+    "observer",
+    [
+        MinMaxObserver.with_args(dtype=torch.qint8),
+        MinMaxObserver,
+        PerChannelMinMaxObserver.with_args(dtype=torch.quint8, qscheme=torch.per_channel_affine),
+    ],
+)
 def test_affine_weights_stay_float_and_say_so(observer):
-    converted = assert_matches(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), QConfig(default_observer, observer), fx=False)
+    converted = assert_matches(
+        nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), QConfig(default_observer, observer), fx=False
+    )
     assert "affine" in rows(converted, "linear")[0].reason
 
 
@@ -379,13 +432,17 @@ def test_dynamic_linear(qconfig):
 
 def test_dynamic_needs_no_calibration():
     model = Tree().eval()
-    prepared = dbrq.prepare(model, torch.randn(2, 8), QConfigMapping().set_object_type(nn.Linear, default_dynamic_qconfig))
+    prepared = dbrq.prepare(
+        model, torch.randn(2, 8), QConfigMapping().set_object_type(nn.Linear, default_dynamic_qconfig)
+    )
     x = torch.randn(64, 8)
     assert sqnr(run(model, x), run(dbrq.convert(prepared), x)) > 20
 
 
 def test_dynamic_convolutions_stay_float_and_say_so():
-    converted = assert_matches(nn.Sequential(nn.Conv2d(4, 4, 1)), torch.randn(2, 4, 6, 6), default_dynamic_qconfig, fx=False)
+    converted = assert_matches(
+        nn.Sequential(nn.Conv2d(4, 4, 1)), torch.randn(2, 4, 6, 6), default_dynamic_qconfig, fx=False
+    )
     assert "dynamic" in rows(converted, "conv2d")[0].reason
 
 
@@ -398,10 +455,12 @@ def test_static_and_dynamic_side_by_side():
 
 
 TABLES = {
-    "embedding": (lambda: nn.Embedding(50, 16), torch.int64), "padding": (lambda: nn.Embedding(50, 16, padding_idx=3), torch.int64),
-    "bag": (lambda: nn.EmbeddingBag(50, 16), torch.int64), "bag, sum": (lambda: nn.EmbeddingBag(50, 16, mode="sum"), torch.int64),
+    "embedding": (lambda: nn.Embedding(50, 16), torch.int64),
+    "padding": (lambda: nn.Embedding(50, 16, padding_idx=3), torch.int64),
+    "bag": (lambda: nn.EmbeddingBag(50, 16), torch.int64),
+    "bag, sum": (lambda: nn.EmbeddingBag(50, 16, mode="sum"), torch.int64),
     "bag, int32": (lambda: nn.EmbeddingBag(50, 16), torch.int32),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -418,16 +477,22 @@ def test_weight_only_embeddings(name, bits):
 
 
 @pytest.mark.parametrize("qconfig", [float16_dynamic_qconfig, float16_static_qconfig])
-@pytest.mark.parametrize("model, shape", [
-    (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (4, 8)),
-    (nn.Sequential(nn.Conv2d(8, 8, 1)), (2, 8, 4, 4)), (nn.LSTM(8, 8), (5, 2, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, shape",
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (4, 8)),
+        (nn.Sequential(nn.Conv2d(8, 8, 1)), (2, 8, 4, 4)),
+        (nn.LSTM(8, 8), (5, 2, 8)),
+    ],
+)
 def test_half_precision_stays_float_and_says_why(qconfig, model, shape):
     x = torch.randn(shape)
     model = model if isinstance(model, nn.Sequential) else nn.Sequential(model)
     converted = convert(model, x, qconfig).quantized
     torch.testing.assert_close(run(converted, x), run(model, x))
-    assert dbrq.report(converted).rows and all(row.precision == "float" and row.reason for row in dbrq.report(converted).rows)
+    assert dbrq.report(converted).rows and all(
+        row.precision == "float" and row.reason for row in dbrq.report(converted).rows
+    )
     assert any("float16" in row.reason for row in dbrq.report(converted).rows)
 
 

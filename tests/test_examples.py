@@ -107,10 +107,19 @@ def test_minilm_takes_other_lengths_and_batches(minilm):
 
 
 def test_the_quickstart_runs():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     code = "import quickstart; quickstart.SLICE_SECONDS = 0.01; quickstart.main()"
-    done = subprocess.run([sys.executable, "-c", code, "--model", "digits"], capture_output=True, text=True, env=environment,
-                          cwd=EXAMPLES, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--model", "digits"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=EXAMPLES,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for name in ("accuracy", "size on disk (MB)", "latency (ms, median)", "int8 / float", "100.0% of all"):
         assert name in done.stdout

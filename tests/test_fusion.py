@@ -34,19 +34,39 @@ class Block(nn.Module):
 
 
 MODELS = {
-    "conv bn relu": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (2, 3, 8, 8), [["0", "1", "2"]]),
+    "conv bn relu": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        (2, 3, 8, 8),
+        [["0", "1", "2"]],
+    ),
     "conv bn": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (2, 3, 8, 8), [["0", "1"]]),
     "conv relu": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), (2, 3, 8, 8), [["0", "1"]]),
-    "conv1d bn relu": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU()), (2, 3, 8), [["0", "1", "2"]]),
+    "conv1d bn relu": (
+        lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU()),
+        (2, 3, 8),
+        [["0", "1", "2"]],
+    ),
     "conv3d bn": (lambda: nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)), (2, 3, 5, 5, 5), [["0", "1"]]),
     "linear relu": (lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (3, 8), [["0", "1"]]),
     "linear bn": (lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), (3, 8), [["0", "1"]]),
-    "conv bn leaky": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU()), (2, 3, 8, 8), [["0", "1"]]),
-    "nested": (lambda: nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.ReLU()), (2, 3, 8, 8), [["0.0", "0.1", "1"]]),
+    "conv bn leaky": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU()),
+        (2, 3, 8, 8),
+        [["0", "1"]],
+    ),
+    "nested": (
+        lambda: nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.ReLU()),
+        (2, 3, 8, 8),
+        [["0.0", "0.1", "1"]],
+    ),
     "residual block": (Block, (2, 4, 8, 8), [["conv1", "bn1", "relu"], ["conv2", "bn2"], ["down.0", "down.1"]]),
     "nothing": (lambda: nn.Sequential(nn.ReLU(), nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.ReLU()), (2, 3, 8, 8), []),
-    "a function between": (lambda: Call(lambda m, x: m.relu(m.conv(x) * 2), conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU()), (2, 3, 8, 8), []),
-}  # fmt: skip
+    "a function between": (
+        lambda: Call(lambda m, x: m.relu(m.conv(x) * 2), conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU()),
+        (2, 3, 8, 8),
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,7 +97,9 @@ def test_find_fusions_of_a_module_called_twice_gives_nothing_that_breaks_it():
 
 
 def test_find_fusions_of_a_batch_norm_behind_two_convolutions_gives_nothing_that_breaks_it():
-    model = settled(Call(lambda m, x: m.bn(m.a(x)) + m.bn(m.b(x)), a=nn.Conv2d(3, 3, 1), b=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3)))
+    model = settled(
+        Call(lambda m, x: m.bn(m.a(x)) + m.bn(m.b(x)), a=nn.Conv2d(3, 3, 1), b=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3))
+    )
     x = torch.randn(2, 3, 4, 4)
     found = dbrq.find_fusions(model, x)
     fused = torch.ao.quantization.fuse_modules(model, found) if found else model
@@ -110,18 +132,23 @@ def test_fused_or_not_each_is_right(name, fuse):
 
 
 def pair(op) -> nn.Module:
-    return Call(lambda m, x: m.last(op(m, m.a(x), x)), a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 3, 1))
+    return Call(
+        lambda m, x: m.last(op(m, m.a(x), x)), a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 3, 1)
+    )
 
 
-@pytest.mark.parametrize("op", [
-    lambda m, y, x: F.relu(y + m.b(x)),
-    lambda m, y, x: F.relu(m.b(x) + y),
-    lambda m, y, x: torch.add(y, m.b(x)).relu(),
-    lambda m, y, x: F.relu(torch.add(input=y, other=m.b(x))),
-    lambda m, y, x: m.b(x).add_(y).relu_(),
-    lambda m, y, x: F.relu(y + x),
-    lambda m, y, x: F.relu(x + y),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda m, y, x: F.relu(y + m.b(x)),
+        lambda m, y, x: F.relu(m.b(x) + y),
+        lambda m, y, x: torch.add(y, m.b(x)).relu(),
+        lambda m, y, x: F.relu(torch.add(input=y, other=m.b(x))),
+        lambda m, y, x: m.b(x).add_(y).relu_(),
+        lambda m, y, x: F.relu(y + x),
+        lambda m, y, x: F.relu(x + y),
+    ],
+)
 def test_add_and_relu_fuse_into_one_kernel(op):
     model = pair(op)
     converted = assert_matches(model, torch.randn(2, 4, 8, 8), fx=False)
@@ -141,7 +168,12 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_sum_that_something_else_reads_is_not_fused_with_relu(reader):
-    model = Call(lambda m, x: READERS[reader](m, m.a(x) + m.b(x)), a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 3, 1), last=nn.Conv2d(3, 3, 1))
+    model = Call(
+        lambda m, x: READERS[reader](m, m.a(x) + m.b(x)),
+        a=nn.Conv2d(4, 3, 1),
+        b=nn.Conv2d(4, 3, 1),
+        last=nn.Conv2d(3, 3, 1),
+    )
     converted = assert_matches(model, torch.randn(2, 4, 8, 8), fx=False)
     assert not any("fused into" in row.kernel for row in rows(converted, "relu"))
 

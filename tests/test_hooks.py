@@ -61,10 +61,18 @@ def test_the_order_of_the_hooks_with_children_in_children(caplog):
     inner = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU())
     converted = convert(nn.Sequential(inner, Child()), torch.randn(2, 1, 4, 4)).quantized
     assert hooks_of(converted, torch.randn(2, 1, 4, 4), caplog=caplog).split("\n") == [
-        "<root>.__call__ start", "0.__call__ start", "0.0.__call__ start", "0.0.__call__ end", "0.1.__call__ start",
-        "0.1.__call__ end", "0.__call__ end", "1.__call__ start", "1::add.__torch_function__", "1.__call__ end",
+        "<root>.__call__ start",
+        "0.__call__ start",
+        "0.0.__call__ start",
+        "0.0.__call__ end",
+        "0.1.__call__ start",
+        "0.1.__call__ end",
+        "0.__call__ end",
+        "1.__call__ start",
+        "1::add.__torch_function__",
+        "1.__call__ end",
         "<root>.__call__ end",
-    ]  # fmt: skip
+    ]
 
 
 def test_an_op_hook_belongs_to_the_module_whose_forward_calls_it(caplog):
@@ -80,12 +88,18 @@ def test_an_op_hook_belongs_to_the_module_whose_forward_calls_it(caplog):
     converted = convert(Two(), torch.randn(2, 4)).quantized
     lines = hooks_of(converted, torch.randn(2, 4), caplog=caplog).split("\n")
     functions = [line for line in lines if "__torch_function__" in line]
-    assert functions == ["<root>::linear.__torch_function__", "child::add.__torch_function__", "<root>::linear.__torch_function__"]
+    assert functions == [
+        "<root>::linear.__torch_function__",
+        "child::add.__torch_function__",
+        "<root>::linear.__torch_function__",
+    ]
 
 
 def test_logging_changes_no_result(caplog):
     x = torch.randn(2, 1, 4, 4)
-    converted = convert(nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), Child(), nn.Conv2d(3, 2, 1)), x).quantized
+    converted = convert(
+        nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), Child(), nn.Conv2d(3, 2, 1)), x
+    ).quantized
     quiet = run(converted, x)
     with caplog.at_level(logging.DEBUG, "dbrq.hooks"):
         assert torch.equal(run(converted, x), quiet)
@@ -95,7 +109,11 @@ def test_logging_changes_no_result(caplog):
 
 
 def test_each_module_that_is_not_a_leaf_has_a_state(model):
-    having = {path for path, m in model.named_modules() if isinstance(getattr(m, "_auto_quant_state", None), AutoQuantizationState)}
+    having = {
+        path
+        for path, m in model.named_modules()
+        if isinstance(getattr(m, "_auto_quant_state", None), AutoQuantizationState)
+    }
     assert having == {"", "child"}
     assert model._auto_quant_state is state_of(model)
     assert model.child._auto_quant_state.path == "child"
@@ -103,7 +121,9 @@ def test_each_module_that_is_not_a_leaf_has_a_state(model):
 
 
 def test_the_state_of_a_deep_tree():
-    tree = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.ReLU(), Child())), nn.ModuleDict({"a": Child()})["a"])
+    tree = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.ReLU(), Child())), nn.ModuleDict({"a": Child()})["a"]
+    )
     both = convert(tree, torch.randn(2, 1, 4, 4))
     for model in (both.prepared, both.quantized):
         having = {path for path, m in model.named_modules() if hasattr(m, "_auto_quant_state")}
@@ -149,8 +169,14 @@ def test_a_state_per_call_of_a_module():
 def test_a_prepared_model_prints_ops_tensor_infos_dtypes_and_observers():
     prepared = convert(Parent(), torch.randn(2, 1, 4, 4)).prepared
     text = repr(prepared)
-    for part in ("(_auto_quant_state): AutoQuantizationState(", "conv: conv2d(", "child.add.0: add(", "float32[2, 1, 4, 4]",
-                 "HistogramObserver(", "test_hooks.py:"):  # fmt: skip
+    for part in (
+        "(_auto_quant_state): AutoQuantizationState(",
+        "conv: conv2d(",
+        "child.add.0: add(",
+        "float32[2, 1, 4, 4]",
+        "HistogramObserver(",
+        "test_hooks.py:",
+    ):
         assert part in text, text
     assert "seen [" in text, "what the observers saw is printed"
 
@@ -159,7 +185,14 @@ def test_a_converted_model_prints_ops_tensor_infos_dtypes_and_qparams():
     model = nn.Sequential(Parent(), nn.Conv2d(1, 1, 1))
     converted = convert(model, torch.randn(2, 1, 4, 4)).quantized
     text = repr(converted)
-    for part in ("0.conv: conv2d(", "0.child.add.0: add(", "float32[2, 1, 4, 4]", "scale=", "zero_point=", "int8, onednn.qconv2d"):
+    for part in (
+        "0.conv: conv2d(",
+        "0.child.add.0: add(",
+        "float32[2, 1, 4, 4]",
+        "scale=",
+        "zero_point=",
+        "int8, onednn.qconv2d",
+    ):
         assert part in text, text
     assert "Observer" not in text
 

@@ -42,7 +42,9 @@ def image(n: int = 2, channels: int = 4) -> Tensor:
 #: Row -> arguments by the row's own parameter names, as any of its spellings takes them.
 ARGUMENTS = {
     **{f"conv{n}d": lambda n=n: {"input": image(n), "weight": torch.randn(3, 4, *[1] * n)} for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": lambda n=n: {"input": image(n), "weight": torch.randn(4, 3, *[1] * n)} for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": lambda n=n: {"input": image(n), "weight": torch.randn(4, 3, *[1] * n)} for n in (1, 2, 3)
+    },
     "linear": lambda: {"input": torch.rand(2, 4), "weight": torch.randn(3, 4)},
     "matmul": lambda: {"input": torch.rand(2, 3, 4), "other": torch.rand(2, 4, 5)},
     "embedding": lambda: {"input": torch.tensor([0, 2]), "weight": torch.randn(5, 4)},
@@ -50,25 +52,62 @@ ARGUMENTS = {
     "batch_norm": lambda: {"input": image(), "running_mean": torch.zeros(4), "running_var": torch.ones(4)},
     **{name: lambda: {"input": image(), "other": image()} for name in ("add", "sub", "mul", "div")},
     **{name: lambda: {"input": [image(), image()], "dim": 1} for name in ("cat", "stack")},
-    **{f"{kind}_pool{n}d": lambda n=n: {"input": image(n), "kernel_size": 2} for n in (1, 2, 3) for kind in ("max", "avg")},
+    **{
+        f"{kind}_pool{n}d": lambda n=n: {"input": image(n), "kernel_size": 2}
+        for n in (1, 2, 3)
+        for kind in ("max", "avg")
+    },
     **{f"adaptive_avg_pool{n}d": lambda n=n: {"input": image(n), "output_size": 2} for n in (1, 2, 3)},
     "interpolate": lambda: {"input": image(), "scale_factor": 2},
     "clamp": lambda: {"input": image(), "min": 0.0},
     "clamp_min": lambda: {"input": image(), "min": 0.0},
     "leaky_relu": lambda: {"input": image()},
     "pad": lambda: {"input": image(), "pad": [1, 1]},
-}  # fmt: skip
+}
 #: Moves with arguments beside the input, positional.
 MOVES = {
-    "view": (2, -1), "view_as": (torch.zeros(2, 144),), "reshape": ((2, -1),), "reshape_as": (torch.zeros(2, 144),),
-    "unflatten": (1, (2, 2)), "permute": ((0, 2, 3, 1),), "transpose": (1, 2), "swapaxes": (1, 2), "swapdims": (1, 2),
-    "movedim": (1, 2), "moveaxis": (1, 2), "unsqueeze": (0,), "expand": (2, 4, 6, 6), "expand_as": (torch.zeros(2, 4, 6, 6),),
-    "broadcast_to": ((2, 4, 6, 6),), "repeat": (1, 1, 1, 2), "repeat_interleave": (2, 1), "tile": ((1, 2),), "narrow": (1, 0, 2),
-    "select": (1, 0), "__getitem__": (0,), "chunk": (2, 1), "split": (2, 1), "tensor_split": (2, 1), "hsplit": (2,), "vsplit": (2,),
-    "split_with_sizes": ([1, 3], 1), "unsafe_chunk": (2, 1), "unsafe_split": (2, 1), "flip": ((1,),), "roll": (1, 1),
-    "index_select": (1, torch.tensor([0, 2])), "unfold": (2, 2, 2), "pixel_shuffle": (2,), "pixel_unshuffle": (2,),
-    "channel_shuffle": (2,), "T": (), "H": (), "t": (), "adjoint": (), "rot90": (1, (2, 3)),
-}  # fmt: skip
+    "view": (2, -1),
+    "view_as": (torch.zeros(2, 144),),
+    "reshape": ((2, -1),),
+    "reshape_as": (torch.zeros(2, 144),),
+    "unflatten": (1, (2, 2)),
+    "permute": ((0, 2, 3, 1),),
+    "transpose": (1, 2),
+    "swapaxes": (1, 2),
+    "swapdims": (1, 2),
+    "movedim": (1, 2),
+    "moveaxis": (1, 2),
+    "unsqueeze": (0,),
+    "expand": (2, 4, 6, 6),
+    "expand_as": (torch.zeros(2, 4, 6, 6),),
+    "broadcast_to": ((2, 4, 6, 6),),
+    "repeat": (1, 1, 1, 2),
+    "repeat_interleave": (2, 1),
+    "tile": ((1, 2),),
+    "narrow": (1, 0, 2),
+    "select": (1, 0),
+    "__getitem__": (0,),
+    "chunk": (2, 1),
+    "split": (2, 1),
+    "tensor_split": (2, 1),
+    "hsplit": (2,),
+    "vsplit": (2,),
+    "split_with_sizes": ([1, 3], 1),
+    "unsafe_chunk": (2, 1),
+    "unsafe_split": (2, 1),
+    "flip": ((1,),),
+    "roll": (1, 1),
+    "index_select": (1, torch.tensor([0, 2])),
+    "unfold": (2, 2, 2),
+    "pixel_shuffle": (2,),
+    "pixel_unshuffle": (2,),
+    "channel_shuffle": (2,),
+    "T": (),
+    "H": (),
+    "t": (),
+    "adjoint": (),
+    "rot90": (1, (2, 3)),
+}
 FLAT = ("t", "T", "H")
 #: The row ``to`` has spellings that take other arguments.
 CONVERSIONS = {torch.Tensor.to: (torch.float32,), torch.Tensor.float: (), torch.Tensor.type_as: (torch.zeros(1),)}
@@ -109,7 +148,9 @@ def readable(func) -> str:
     """A name for test ids: function or method."""
     if getattr(func, "__name__", "") == "__get__":
         return f"Tensor.{func.__self__.__name__}"
-    owner = "Tensor" if getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func else func.__module__ or "torch"
+    owner = (
+        "Tensor" if getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func else func.__module__ or "torch"
+    )
     return f"{owner}.{getattr(func, '__name__', func)}"
 
 
@@ -133,7 +174,9 @@ def test_binding_gives_the_arguments_in_the_rows_order(func):
         return  # of moves only the input is bound
     given = ARGUMENTS.get(name, lambda: {"input": image()})()
     args = arguments(func, spelling)
-    bound = dict(zip([item.partition("=")[0] for item in spelling.row.params.split()], spelling.bind(args, {}), strict=True))
+    bound = dict(
+        zip([item.partition("=")[0] for item in spelling.row.params.split()], spelling.bind(args, {}), strict=True)
+    )
     for parameter, value in zip(spelling.names, args, strict=False):
         assert bound[parameter] is value
     by_keyword = spelling.bind([], dict(zip(spelling.names, args, strict=False)))
@@ -178,7 +221,9 @@ def test_methods_exist(row):
     assert not missing
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.reason or row.role is Role.FLOAT], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.reason or row.role is Role.FLOAT], ids=lambda row: row.name
+)
 def test_rows_that_stay_float_say_why(row):
     assert row.reason
 
@@ -194,19 +239,33 @@ def test_defaults_of_the_table_are_those_of_torch(func):
 # Leaf modules
 
 MODULES = {
-    **{getattr(nn, f"Conv{n}d"): (lambda n=n: getattr(nn, f"Conv{n}d")(4, 3, 1), lambda n=n: image(n)) for n in (1, 2, 3)},
-    **{getattr(nn, f"ConvTranspose{n}d"): (lambda n=n: getattr(nn, f"ConvTranspose{n}d")(4, 3, 1), lambda n=n: image(n))
-       for n in (1, 2, 3)},
-    **{getattr(nn, f"{kind}Pool{n}d"): (lambda n=n, kind=kind: getattr(nn, f"{kind}Pool{n}d")(2), lambda n=n: image(n))
-       for n in (1, 2, 3) for kind in ("Max", "Avg", "AdaptiveAvg")},
-    **{getattr(nn, f"BatchNorm{n}d"): (lambda n=n: getattr(nn, f"BatchNorm{n}d")(4), lambda n=n: image(n)) for n in (1, 2, 3)},
+    **{
+        getattr(nn, f"Conv{n}d"): (lambda n=n: getattr(nn, f"Conv{n}d")(4, 3, 1), lambda n=n: image(n))
+        for n in (1, 2, 3)
+    },
+    **{
+        getattr(nn, f"ConvTranspose{n}d"): (
+            lambda n=n: getattr(nn, f"ConvTranspose{n}d")(4, 3, 1),
+            lambda n=n: image(n),
+        )
+        for n in (1, 2, 3)
+    },
+    **{
+        getattr(nn, f"{kind}Pool{n}d"): (lambda n=n, kind=kind: getattr(nn, f"{kind}Pool{n}d")(2), lambda n=n: image(n))
+        for n in (1, 2, 3)
+        for kind in ("Max", "Avg", "AdaptiveAvg")
+    },
+    **{
+        getattr(nn, f"BatchNorm{n}d"): (lambda n=n: getattr(nn, f"BatchNorm{n}d")(4), lambda n=n: image(n))
+        for n in (1, 2, 3)
+    },
     nn.Linear: (lambda: nn.Linear(4, 3), lambda: torch.rand(2, 4)),
     nn.Dropout1d: (nn.Dropout1d, lambda: image(1)),
     nn.Embedding: (lambda: nn.Embedding(5, 4), lambda: torch.tensor([[0, 2]])),
     nn.EmbeddingBag: (lambda: nn.EmbeddingBag(5, 4), lambda: torch.tensor([[0, 2]])),
     **{cls: (lambda cls=cls: cls(4, 3), lambda: torch.rand(5, 2, 4)) for cls in (nn.LSTM, nn.GRU, nn.RNN)},
     **{cls: (lambda cls=cls: cls(4, 3), lambda: torch.rand(2, 4)) for cls in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cls", [cls for row in TABLE for cls in row.modules], ids=lambda cls: cls.__name__)
@@ -220,7 +279,9 @@ def test_a_leaf_modules_attributes_complete_the_rows_parameters(cls):
         assert all(hasattr(module, name) for name in attributes)
         assert len(attributes) <= len(parameters) - 1
         renamed = {"training"}  # a module's own flag, which several functions take as a parameter
-        assert [n for n in attributes if n not in renamed] == [n for n in parameters[1 : 1 + len(attributes)] if n not in renamed]
+        assert [n for n in attributes if n not in renamed] == [
+            n for n in parameters[1 : 1 + len(attributes)] if n not in renamed
+        ]
     model = nn.Sequential(module)
     converted = convert(model, example()).quantized
     assert {r.op for r in dbrq.report(converted).rows} <= {row.name}
@@ -242,10 +303,13 @@ def check_all_int8(model: nn.Module, example, name: str, mapping=None) -> nn.Mod
 
 
 COMPUTE = {
-    **{f"conv{n}d": lambda n=n: Between(getattr(nn, f"Conv{n}d")(8, 8, 3, padding=1), ndim=n, size=6) for n in (1, 2, 3)},
+    **{
+        f"conv{n}d": lambda n=n: Between(getattr(nn, f"Conv{n}d")(8, 8, 3, padding=1), ndim=n, size=6)
+        for n in (1, 2, 3)
+    },
     "linear": lambda: Between(nn.Linear(6, 5), size=6),
     "matmul": lambda: Between(lambda x, y: x @ y, inputs=2, size=6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", of_role(Role.COMPUTE))
@@ -259,16 +323,14 @@ ELEMENTWISE = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / (y.sigmoid() + 1.0),
+    "div": lambda x: x / 3.0,
 }
 
 
 @pytest.mark.parametrize("name", of_role(Role.ELEMENTWISE))
 def test_elementwise_reads_and_writes_int8(name):
-    if name == "div":  # the divisor must stay away from zero, so it is a number here
-        model = Between(lambda x: x / 3.0)
-    else:
-        model = Between(ELEMENTWISE[name], inputs=2)
+    op = ELEMENTWISE[name]
+    model = Between(op, inputs=len(inspect.signature(op).parameters))
     converted = check_all_int8(model, model.example, name)
     decision = recorded(converted, name)[-1].decision
     assert decision.reads and decision.writes is not None
@@ -299,7 +361,9 @@ SHARES = {
 @pytest.mark.parametrize("name", of_role(Role.SHARE))
 def test_ops_on_integers_share_the_qparams_of_their_inputs(name):
     ndim, op = SHARES[name]
-    model = Between(op, inputs=len(inspect.signature(op).parameters) if name in ("cat", "stack") else 1, ndim=ndim, size=6)
+    model = Between(
+        op, inputs=len(inspect.signature(op).parameters) if name in ("cat", "stack") else 1, ndim=ndim, size=6
+    )
     converted = check_all_int8(model, model.example, name)
     decision = recorded(converted, name)[0].decision
     assert {read.value for read in decision.reads} == {decision.writes}
@@ -395,33 +459,70 @@ def test_recurrent_layers_run_in_dynamic_int8(name):
 
 
 PASSES = {
-    "view": lambda x: x.view(2, 8, -1), "view_as": lambda x: x.view_as(torch.empty(2, 8, 36)),
-    "reshape": lambda x: x.reshape(x.size(0), -1), "reshape_as": lambda x: x.reshape_as(torch.empty(2, 8, 36)),
-    "flatten": lambda x: x.flatten(1), "unflatten": lambda x: x.unflatten(1, (2, 4)).flatten(1, 2), "ravel": lambda x: x.ravel(),
-    "permute": lambda x: x.permute(0, 2, 3, 1), "transpose": lambda x: x.transpose(2, 3), "t": lambda x: x.flatten(1).t(),
-    "adjoint": lambda x: x.adjoint(), "swapaxes": lambda x: x.swapaxes(2, 3), "swapdims": lambda x: x.swapdims(2, 3),
-    "movedim": lambda x: x.movedim(1, -1), "moveaxis": lambda x: x.moveaxis(1, -1), "squeeze": lambda x: x.squeeze(),
-    "unsqueeze": lambda x: x.unsqueeze(1).flatten(1, 2), "expand": lambda x: x[:, :1].expand(-1, 8, -1, -1),
+    "view": lambda x: x.view(2, 8, -1),
+    "view_as": lambda x: x.view_as(torch.empty(2, 8, 36)),
+    "reshape": lambda x: x.reshape(x.size(0), -1),
+    "reshape_as": lambda x: x.reshape_as(torch.empty(2, 8, 36)),
+    "flatten": lambda x: x.flatten(1),
+    "unflatten": lambda x: x.unflatten(1, (2, 4)).flatten(1, 2),
+    "ravel": lambda x: x.ravel(),
+    "permute": lambda x: x.permute(0, 2, 3, 1),
+    "transpose": lambda x: x.transpose(2, 3),
+    "t": lambda x: x.flatten(1).t(),
+    "adjoint": lambda x: x.adjoint(),
+    "swapaxes": lambda x: x.swapaxes(2, 3),
+    "swapdims": lambda x: x.swapdims(2, 3),
+    "movedim": lambda x: x.movedim(1, -1),
+    "moveaxis": lambda x: x.moveaxis(1, -1),
+    "squeeze": lambda x: x.squeeze(),
+    "unsqueeze": lambda x: x.unsqueeze(1).flatten(1, 2),
+    "expand": lambda x: x[:, :1].expand(-1, 8, -1, -1),
     "expand_as": lambda x: x[:, :1].expand_as(torch.empty(2, 8, 6, 6)),
-    "broadcast_to": lambda x: torch.broadcast_to(x[:, :1], (2, 8, 6, 6)), "repeat": lambda x: x.repeat(1, 2, 1, 1),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, 1), "tile": lambda x: x.tile((1, 2, 1, 1)),
-    "narrow": lambda x: x.narrow(1, 0, 4), "select": lambda x: x.select(1, 0), "__getitem__": lambda x: x[:, 2:6, ::2],
-    "chunk": lambda x: x.chunk(2, 1)[1], "split": lambda x: x.split(2, 1)[1], "tensor_split": lambda x: x.tensor_split(2, 1)[1],
-    "split_with_sizes": lambda x: x.split_with_sizes([2, 6], 1)[1], "hsplit": lambda x: x.hsplit(2)[0],
-    "vsplit": lambda x: x.vsplit(2)[0], "unbind": lambda x: x.unbind(1)[0], "contiguous": lambda x: x.mT.contiguous(),
-    "clone": lambda x: x.clone(), "detach": lambda x: x.detach(), "flip": lambda x: x.flip(2), "fliplr": lambda x: x.fliplr(),
-    "flipud": lambda x: x.flipud(), "roll": lambda x: x.roll(1, 2), "rot90": lambda x: x.rot90(1, (2, 3)),
-    "index_select": lambda x: x.index_select(1, torch.tensor([0, 2, 5])), "diagonal": lambda x: x.diagonal(0, 2, 3),
-    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1)[0], "unsafe_split": lambda x: x.unsafe_split(4, 1)[0],
-    "unfold": lambda x: x.unfold(2, 2, 2), "T": lambda x: x.flatten(1).T, "mT": lambda x: x.mT, "H": lambda x: x.flatten(1).H,
-    "mH": lambda x: x.mH, "data": lambda x: x.data, "identity": nn.Identity(),
-    **{name: lambda x, name=name: getattr(F, name)(x, 0.5, False)
-       for name in ("dropout", "dropout2d", "alpha_dropout", "feature_alpha_dropout")},
-    "dropout1d": lambda x: F.dropout1d(x.flatten(2), 0.5, False), "dropout3d": lambda x: F.dropout3d(x.unsqueeze(2), 0.5, False).flatten(1, 2),
-    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2), "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
-    "channel_shuffle": lambda x: F.channel_shuffle(x, 2), "pad": lambda x: F.pad(x, (1, 1, 1, 0)),
+    "broadcast_to": lambda x: torch.broadcast_to(x[:, :1], (2, 8, 6, 6)),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "tile": lambda x: x.tile((1, 2, 1, 1)),
+    "narrow": lambda x: x.narrow(1, 0, 4),
+    "select": lambda x: x.select(1, 0),
+    "__getitem__": lambda x: x[:, 2:6, ::2],
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "split": lambda x: x.split(2, 1)[1],
+    "tensor_split": lambda x: x.tensor_split(2, 1)[1],
+    "split_with_sizes": lambda x: x.split_with_sizes([2, 6], 1)[1],
+    "hsplit": lambda x: x.hsplit(2)[0],
+    "vsplit": lambda x: x.vsplit(2)[0],
+    "unbind": lambda x: x.unbind(1)[0],
+    "contiguous": lambda x: x.mT.contiguous(),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "flip": lambda x: x.flip(2),
+    "fliplr": lambda x: x.fliplr(),
+    "flipud": lambda x: x.flipud(),
+    "roll": lambda x: x.roll(1, 2),
+    "rot90": lambda x: x.rot90(1, (2, 3)),
+    "index_select": lambda x: x.index_select(1, torch.tensor([0, 2, 5])),
+    "diagonal": lambda x: x.diagonal(0, 2, 3),
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1)[0],
+    "unsafe_split": lambda x: x.unsafe_split(4, 1)[0],
+    "unfold": lambda x: x.unfold(2, 2, 2),
+    "T": lambda x: x.flatten(1).T,
+    "mT": lambda x: x.mT,
+    "H": lambda x: x.flatten(1).H,
+    "mH": lambda x: x.mH,
+    "data": lambda x: x.data,
+    "identity": nn.Identity(),
+    **{
+        name: lambda x, name=name: getattr(F, name)(x, 0.5, False)
+        for name in ("dropout", "dropout2d", "alpha_dropout", "feature_alpha_dropout")
+    },
+    "dropout1d": lambda x: F.dropout1d(x.flatten(2), 0.5, False),
+    "dropout3d": lambda x: F.dropout3d(x.unsqueeze(2), 0.5, False).flatten(1, 2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "pad": lambda x: F.pad(x, (1, 1, 1, 0)),
     "to": lambda x: x.to(torch.float32),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", of_role(Role.PASS))
@@ -437,8 +538,12 @@ def test_what_only_moves_elements_passes_integers_and_qparams_through(name):
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_every_row_has_an_example_here(row):
     examples = {
-        Role.COMPUTE: COMPUTE, Role.ELEMENTWISE: ELEMENTWISE, Role.POOL: POOLS, Role.SHARE: SHARES, Role.PASS: PASSES,
-    }.get(row.role)  # fmt: skip
+        Role.COMPUTE: COMPUTE,
+        Role.ELEMENTWISE: ELEMENTWISE,
+        Role.POOL: POOLS,
+        Role.SHARE: SHARES,
+        Role.PASS: PASSES,
+    }.get(row.role)
     assert examples is None or row.name in examples
 
 
@@ -459,7 +564,7 @@ def test_padding_modes(mode, ndim):
 @pytest.mark.parametrize("spelled", ["module", "function"])
 def test_prelu_runs_in_float_between_int8_layers(count, spelled):
     module = nn.PReLU(count, init=0.3)
-    model = Between(module if spelled == "module" else lambda x, w=torch.full((count,), 0.3): F.prelu(x, w))
+    model = Between(module if spelled == "module" else lambda x: F.prelu(x, torch.full((count,), 0.3)))
     converted = assert_matches(model, model.example, fx=False)
     assert dbrq.report(converted).coverage == 1.0
     found = rows(converted, "prelu")

@@ -40,9 +40,11 @@ def build(name: str) -> tuple[nn.Module, Any]:
         nn.init.normal_(model.heads.head.weight, std=0.02)  # zeros by default
         return model.eval(), torch.randn(1, 3, 224, 224)
     for block in model.modules():  # a deep random network amplifies any rounding beyond use, so branches are damped
-        if type(block).__name__ in ("BasicBlock", "Bottleneck", "InvertedResidual") and getattr(block, "use_res_connect", True):
-            nn.init.constant_([m for m in block.modules() if isinstance(m, nn.BatchNorm2d) and m is not getattr(block, "downsample", None)][-1].weight
-                              if not hasattr(block, "bn2") else (block.bn3 if hasattr(block, "bn3") else block.bn2).weight, 0.25)  # fmt: skip
+        kind = type(block).__name__
+        if kind in ("BasicBlock", "Bottleneck"):
+            nn.init.constant_((block.bn3 if kind == "Bottleneck" else block.bn2).weight, 0.25)
+        elif kind == "InvertedResidual" and block.use_res_connect:
+            nn.init.constant_(block.conv[-1].weight, 0.25)
     model.train()
     with torch.no_grad():
         for _ in range(3):
@@ -60,7 +62,11 @@ def int8_kernels(model: nn.Module, x: Any) -> int:
     run(model, x)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         run(model, x)
-    return sum(e.count for e in prof.key_averages() if e.key.startswith(("onednn::qconv", "onednn::qlinear")) and "prepack" not in e.key)
+    return sum(
+        e.count
+        for e in prof.key_averages()
+        if e.key.startswith(("onednn::qconv", "onednn::qlinear")) and "prepack" not in e.key
+    )
 
 
 def output(value: Any) -> torch.Tensor:

@@ -203,14 +203,24 @@ def damaged(name: str, recipe: dict) -> str:
     if name == "ops of another kind":
         return json.dumps({**recipe, "ops": ["conv"] * len(recipe["ops"])})
     if name == "values that are not numbered":
-        return json.dumps({**recipe, "values": {"a": v for v in recipe["values"].values()}})
+        return json.dumps({**recipe, "values": {f"a{k}": v for k, v in recipe["values"].items()}})
     if name == "inputs of another kind":
         return json.dumps({**recipe, "ops": [{**op, "inputs": ["x"]} for op in recipe["ops"]]})
     return ""
 
 
-DAMAGES = ["half of it", "not JSON", "a list", "another version", "no ops", "no values", "ops of another kind",
-           "values that are not numbered", "inputs of another kind", "empty"]  # fmt: skip
+DAMAGES = [
+    "half of it",
+    "not JSON",
+    "a list",
+    "another version",
+    "no ops",
+    "no values",
+    "ops of another kind",
+    "values that are not numbered",
+    "inputs of another kind",
+    "empty",
+]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -236,10 +246,20 @@ def test_no_such_file(model, x, tmp_path):
         dbrq.load_recipe(fresh(model, x), tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("change", [
-    {"scale": 0}, {"scale": -1.0}, {"scale": float("nan")}, {"scale": "wide"}, {"zero_point": 300}, {"zero_point": -1},
-    {"quant_max": 1000}, {"quant_min": 9, "quant_max": 3}, {"scale": None},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0},
+        {"scale": -1.0},
+        {"scale": float("nan")},
+        {"scale": "wide"},
+        {"zero_point": 300},
+        {"zero_point": -1},
+        {"quant_max": 1000},
+        {"quant_min": 9, "quant_max": 3},
+        {"scale": None},
+    ],
+)
 def test_qparams_that_make_no_sense_are_told(model, x, change, tmp_path):
     recipe = saved(convert(model, x).prepared, tmp_path / "recipe.json")
     key = next(iter(recipe["values"]))
@@ -257,9 +277,14 @@ def test_missing_qparams_name_the_op_that_needs_them(model, x, tmp_path):
     assert error.value.op == "conv1" and key in str(error.value)
 
 
-@pytest.mark.parametrize("other, shape", [
-    (nn.Sequential(nn.Linear(8, 8)), (2, 8)), (nn.Sequential(nn.Conv2d(3, 8, 3)), EXAMPLE), (nn.ReLU(), EXAMPLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other, shape",
+    [
+        (nn.Sequential(nn.Linear(8, 8)), (2, 8)),
+        (nn.Sequential(nn.Conv2d(3, 8, 3)), EXAMPLE),
+        (nn.ReLU(), EXAMPLE),
+    ],
+)
 def test_a_recipe_of_another_model_is_told(model, x, other, shape, tmp_path):
     dbrq.save_recipe(convert(model, x).prepared, tmp_path / "recipe.json")
     with pytest.raises(RecipeError, match="another model"):

@@ -12,7 +12,7 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig
 import dbrq
 
 
-def row(model: nn.Module, path: str) -> dbrq.report.__class__:
+def row(model: nn.Module, path: str):
     return next(r for r in dbrq.report(model).rows if r.path == path)
 
 
@@ -26,23 +26,32 @@ def without(*names: str) -> QConfigMapping:
 # Coverage
 
 
-@pytest.mark.parametrize("module, shape, macs", [
-    (nn.Linear(8, 5), (3, 8), 3 * 8 * 5),
-    (nn.Linear(8, 5), (2, 3, 8), 2 * 3 * 8 * 5),
-    (nn.Conv2d(4, 6, 3), (2, 4, 8, 8), 2 * 6 * 6 * 6 * 4 * 9),
-    (nn.Conv2d(4, 6, 3, padding=1, stride=2), (1, 4, 8, 8), 6 * 4 * 4 * 4 * 9),
-    (nn.Conv2d(4, 8, 3, groups=4), (1, 4, 8, 8), 8 * 36 * 1 * 9),
-    (nn.Conv1d(4, 6, 3), (2, 4, 8), 2 * 6 * 6 * 4 * 3),
-    (nn.Conv3d(4, 6, 1), (1, 4, 2, 3, 4), 6 * 24 * 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, shape, macs",
+    [
+        (nn.Linear(8, 5), (3, 8), 3 * 8 * 5),
+        (nn.Linear(8, 5), (2, 3, 8), 2 * 3 * 8 * 5),
+        (nn.Conv2d(4, 6, 3), (2, 4, 8, 8), 2 * 6 * 6 * 6 * 4 * 9),
+        (nn.Conv2d(4, 6, 3, padding=1, stride=2), (1, 4, 8, 8), 6 * 4 * 4 * 4 * 9),
+        (nn.Conv2d(4, 8, 3, groups=4), (1, 4, 8, 8), 8 * 36 * 1 * 9),
+        (nn.Conv1d(4, 6, 3), (2, 4, 8), 2 * 6 * 6 * 4 * 3),
+        (nn.Conv3d(4, 6, 1), (1, 4, 2, 3, 4), 6 * 24 * 4),
+    ],
+)
 def test_macs(module, shape, macs):
     converted = convert(nn.Sequential(module), torch.randn(shape)).quantized
     assert row(converted, "0").macs == macs
 
 
-@pytest.mark.parametrize("floats, expected", [
-    ([], 1.0), (["0"], 80 / 240), (["1"], 160 / 240), (["0", "1"], 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "floats, expected",
+    [
+        ([], 1.0),
+        (["0"], 80 / 240),
+        (["1"], 160 / 240),
+        (["0", "1"], 0.0),
+    ],
+)
 def test_coverage_is_the_share_of_multiply_accumulates(floats, expected):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))  # 5 rows: 160 and 80
     converted = convert(model, torch.randn(5, 4), without(*floats)).quantized
@@ -144,8 +153,15 @@ def test_a_prepared_model_reports_what_conversion_will_do():
 
 
 def test_modules_that_were_never_reached():
-    model = Call(lambda m, x: m.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Sequential(nn.Conv2d(1, 1, 1)), d=nn.LSTM(4, 4),
-                 e=nn.Embedding(3, 3), f=nn.ConvTranspose1d(1, 1, 1))  # fmt: skip
+    model = Call(
+        lambda m, x: m.a(x),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+        c=nn.Sequential(nn.Conv2d(1, 1, 1)),
+        d=nn.LSTM(4, 4),
+        e=nn.Embedding(3, 3),
+        f=nn.ConvTranspose1d(1, 1, 1),
+    )
     converted = convert(model, torch.randn(2, 4)).quantized
     for path in ("b", "c.0", "d", "e", "f"):
         assert row(converted, path).precision == "float" and "never reached" in row(converted, path).reason
@@ -159,7 +175,12 @@ def test_cells_and_norms_that_were_never_reached_are_not_lost():
 
 
 def test_tied_weights():
-    model = Call(lambda m, x: m.head(torch.tanh(m.fc(m.table(x)))), table=nn.Embedding(20, 8), fc=nn.Linear(8, 8), head=nn.Linear(8, 20, False))
+    model = Call(
+        lambda m, x: m.head(torch.tanh(m.fc(m.table(x)))),
+        table=nn.Embedding(20, 8),
+        fc=nn.Linear(8, 8),
+        head=nn.Linear(8, 20, False),
+    )
     model.head.weight = model.table.weight
     x = torch.randint(0, 20, (3, 5))
     converted = convert(model, x).quantized
@@ -197,7 +218,9 @@ def test_the_table():
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 16), nn.Sigmoid(), nn.Linear(16, 4)).eval(), torch.randn(4, 3, 8, 8)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 16), nn.Sigmoid(), nn.Linear(16, 4)
+    ).eval(), torch.randn(4, 3, 8, 8)
 
 
 def test_compare_gives_each_op_worst_first():
@@ -286,7 +309,9 @@ def test_values_of_a_float_model_are_those_of_its_ops():
 def test_values_are_plain_float_tensors(phase):
     model, x = network()
     values = dbrq.log_values(getattr(convert(model, x), phase), x)
-    assert values and all(type(v) is torch.Tensor and v.dtype is torch.float32 and not v.__dict__ for v in values.values())
+    assert values and all(
+        type(v) is torch.Tensor and v.dtype is torch.float32 and not v.__dict__ for v in values.values()
+    )
     torch.testing.assert_close(values["5"], run(getattr(convert(model, x), phase), x))
 
 

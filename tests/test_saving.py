@@ -15,9 +15,17 @@ import dbrq
 
 def network() -> tuple[nn.Module, torch.Tensor]:
     model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 256), nn.GELU(), nn.Linear(256, 10),
-    ).eval()  # fmt: skip
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(1024, 256),
+        nn.GELU(),
+        nn.Linear(256, 10),
+    ).eval()
     return model, torch.randn(2, 3, 16, 16)
 
 
@@ -46,7 +54,9 @@ def test_a_model_saved_after_it_ran_is_no_larger(saved):
     run(converted, x)
     run(converted, torch.randn(7, 3, 18, 18))
     dbrq.save(converted, path.with_name("again.pt"))
-    assert abs(path.with_name("again.pt").stat().st_size - path.stat().st_size) < 4096, "packed weights are not in the file"
+    assert abs(path.with_name("again.pt").stat().st_size - path.stat().st_size) < 4096, (
+        "packed weights are not in the file"
+    )
 
 
 def test_the_file_holds_int8_weights_only(saved):
@@ -130,8 +140,18 @@ def test_a_flipped_byte_is_told_or_does_no_harm(saved, place):
     assert run(loaded, x).shape == run(converted, x).shape
 
 
-@pytest.mark.parametrize("content", [{"format": "other"}, {}, [1, 2], torch.zeros(3), "text", {"format": "dbrq", "version": 99, "model": None},
-                                     {"format": "dbrq"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"format": "other"},
+        {},
+        [1, 2],
+        torch.zeros(3),
+        "text",
+        {"format": "dbrq", "version": 99, "model": None},
+        {"format": "dbrq"},
+    ],
+)
 def test_files_of_others_and_of_other_versions_are_told(content, tmp_path):
     torch.save(content, tmp_path / "file.pt")
     with pytest.raises(dbrq.LoadError):

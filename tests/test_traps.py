@@ -28,13 +28,16 @@ def recorded(model: nn.Module, name: str) -> list:
 # A sum whose operand is scaled
 
 
-@pytest.mark.parametrize("fn", [
-    lambda m, x: x + m.conv(x) * 10,
-    lambda m, x: m.conv(x) * 10 + x,
-    lambda m, x: torch.add(x, m.conv(x), alpha=10),
-    lambda m, x: F.relu(x + m.conv(x) * 10),
-    lambda m, x: m.last(x + m.conv(x) * 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: x + m.conv(x) * 10,
+        lambda m, x: m.conv(x) * 10 + x,
+        lambda m, x: torch.add(x, m.conv(x), alpha=10),
+        lambda m, x: F.relu(x + m.conv(x) * 10),
+        lambda m, x: m.last(x + m.conv(x) * 10),
+    ],
+)
 def test_sum_with_a_scaled_convolution(fn):
     # A pattern matcher that skips the multiplication fuses conv + x.
     model = Call(fn, conv=nn.Conv2d(4, 4, 3, padding=1), last=nn.Conv2d(4, 3, 1))
@@ -46,14 +49,22 @@ def test_sum_with_a_scaled_convolution(fn):
 
 @pytest.mark.parametrize("alpha", [2, 0.5, -1, 0])
 def test_alpha_is_never_lost(alpha):
-    model = Call(lambda m, x: m.last(torch.add(m.conv(x), m.other(x), alpha=alpha)), conv=nn.Conv2d(4, 4, 1),
-                 other=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 3, 1))  # fmt: skip
+    model = Call(
+        lambda m, x: m.last(torch.add(m.conv(x), m.other(x), alpha=alpha)),
+        conv=nn.Conv2d(4, 4, 1),
+        other=nn.Conv2d(4, 4, 1),
+        last=nn.Conv2d(4, 3, 1),
+    )
     assert_matches(model, images(), fx=False)
 
 
 def test_sum_with_an_operand_that_broadcasts_is_not_fused():
-    model = Call(lambda m, x: m.last(m.conv(x) + m.gate(x).mean((2, 3), keepdim=True)), conv=nn.Conv2d(4, 4, 1),
-                 gate=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 3, 1))  # fmt: skip
+    model = Call(
+        lambda m, x: m.last(m.conv(x) + m.gate(x).mean((2, 3), keepdim=True)),
+        conv=nn.Conv2d(4, 4, 1),
+        gate=nn.Conv2d(4, 4, 1),
+        last=nn.Conv2d(4, 3, 1),
+    )
     converted = assert_matches(model, images(), fx=False)
     assert not any("fused" in row.kernel for row in rows(converted, "add"))
 
@@ -68,13 +79,16 @@ def read_after_add(m, x):
     return m.last(s), m.last(b), a
 
 
-@pytest.mark.parametrize("fn", [
-    read_after_add,
-    lambda m, x: (m.last(x + m.first(x)), x),
-    lambda m, x: (m.second(x).add_(m.first(x)), x),
-    lambda m, x: (F.relu_(m.first(x)), m.second(x)),
-    lambda m, x: [m.last(y.add_(m.first(x))) for y in [m.second(x)]] + [x],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn",
+    [
+        read_after_add,
+        lambda m, x: (m.last(x + m.first(x)), x),
+        lambda m, x: (m.second(x).add_(m.first(x)), x),
+        lambda m, x: (F.relu_(m.first(x)), m.second(x)),
+        lambda m, x: [m.last(y.add_(m.first(x))) for y in [m.second(x)]] + [x],
+    ],
+)
 def test_a_value_that_is_still_alive_is_not_overwritten(fn):
     model = Call(fn, first=nn.Conv2d(4, 4, 1), second=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 3, 1))
     x = images()
@@ -110,20 +124,25 @@ def test_in_place_through_a_view_is_seen_by_the_base():
 
 
 def test_reshape_by_the_batch_leaves_the_batch_free():
-    model = Call(lambda m, x: m.last(m.conv(x).reshape(x.size(0), -1)), conv=nn.Conv2d(4, 4, 1), last=nn.Linear(256, 30))
+    model = Call(
+        lambda m, x: m.last(m.conv(x).reshape(x.size(0), -1)), conv=nn.Conv2d(4, 4, 1), last=nn.Linear(256, 30)
+    )
     converted = assert_matches(model, images(32, 4, 8, 8))
     for batch in (1, 5):
         x = images(batch, 4, 8, 8)
         assert sqnr(run(model, x), run(converted, x)) > 25
 
 
-@pytest.mark.parametrize("move", [
-    lambda x: x.view(x.size(0), -1),
-    lambda x: x.view(-1, 256),
-    lambda x: x.view(2, 4, 64).view(2, 256),
-    lambda x: F.relu(x).view(x.shape[0], -1),
-    lambda x: x.view(x.size(0), -1).view(x.size(0), 256),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.view(x.size(0), -1),
+        lambda x: x.view(-1, 256),
+        lambda x: x.view(2, 4, 64).view(2, 256),
+        lambda x: F.relu(x).view(x.shape[0], -1),
+        lambda x: x.view(x.size(0), -1).view(x.size(0), 256),
+    ],
+)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_view_after_a_convolution(move, fuse):
     # oneDNN returns channels_last, of which no such view exists; FX graph mode fails here.
@@ -131,10 +150,16 @@ def test_view_after_a_convolution(move, fuse):
     assert_matches(model, images(), fx=False, fuse=fuse)
 
 
-@pytest.mark.parametrize("cls, shape", [
-    (nn.Conv1d, (2, 4, 1)), (nn.Conv2d, (2, 4, 1, 1)), (nn.Conv3d, (2, 4, 1, 1, 1)),
-    (nn.Conv2d, (1, 4, 1, 7)), (nn.Conv2d, (1, 4, 7, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cls, shape",
+    [
+        (nn.Conv1d, (2, 4, 1)),
+        (nn.Conv2d, (2, 4, 1, 1)),
+        (nn.Conv3d, (2, 4, 1, 1, 1)),
+        (nn.Conv2d, (1, 4, 1, 7)),
+        (nn.Conv2d, (1, 4, 7, 1)),
+    ],
+)
 @pytest.mark.parametrize("kernel, padding", [(1, 0), (3, 1)])
 def test_one_by_one_inputs(cls, shape, kernel, padding):
     model = nn.Sequential(cls(4, 6, kernel, padding=padding), nn.ReLU(), cls(6, 5, kernel, padding=padding))
@@ -147,7 +172,12 @@ def test_one_by_one_inputs(cls, shape, kernel, padding):
 def test_weights_of_one_output_channel(cls, per_channel):
     # One scale is per-tensor or per-channel; some kernels tell by the count.
     n = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[cls]
-    from torch.ao.quantization import QConfig, default_observer, default_per_channel_weight_observer, default_weight_observer
+    from torch.ao.quantization import (
+        QConfig,
+        default_observer,
+        default_per_channel_weight_observer,
+        default_weight_observer,
+    )
 
     weight = default_per_channel_weight_observer if per_channel else default_weight_observer
     qconfig = QConfig(default_observer, weight)
@@ -162,17 +192,35 @@ def test_linear_of_one_output_and_of_one_input():
     assert dbrq.report(converted).coverage == 1.0
 
 
-@pytest.mark.parametrize("model, shape", [
-    (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 3)), (4, 8, 8)),
-    (nn.Sequential(nn.Conv2d(4, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 3, 1)), (4, 8, 8)),
-    (nn.Sequential(nn.Conv2d(4, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)), (4, 8, 8)),
-    (nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)), (8,)),
-    (nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 6, 1)), (4, 8)),
-    (nn.Sequential(nn.Conv3d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv3d(6, 6, 1)), (4, 4, 4, 4)),
-    (Call(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1) + 1), a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(8, 2, 1)),
-     (4, 8, 8)),
-    (Call(lambda m, x: m.c(F.relu(m.a(x) + m.b(x))), a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 2, 1)), (4, 8, 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, shape",
+    [
+        (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 3)), (4, 8, 8)),
+        (nn.Sequential(nn.Conv2d(4, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 3, 1)), (4, 8, 8)),
+        (nn.Sequential(nn.Conv2d(4, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)), (4, 8, 8)),
+        (nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)), (8,)),
+        (nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 6, 1)), (4, 8)),
+        (nn.Sequential(nn.Conv3d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv3d(6, 6, 1)), (4, 4, 4, 4)),
+        (
+            Call(
+                lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1) + 1),
+                a=nn.Conv2d(4, 4, 1),
+                b=nn.Conv2d(4, 4, 1),
+                c=nn.Conv2d(8, 2, 1),
+            ),
+            (4, 8, 8),
+        ),
+        (
+            Call(
+                lambda m, x: m.c(F.relu(m.a(x) + m.b(x))),
+                a=nn.Conv2d(4, 4, 1),
+                b=nn.Conv2d(4, 4, 1),
+                c=nn.Conv2d(4, 2, 1),
+            ),
+            (4, 8, 8),
+        ),
+    ],
+)
 def test_batch_of_none(model, shape):
     converted = convert(model, torch.randn(32, *shape)).quantized
     empty = torch.randn(0, *shape)
@@ -297,10 +345,16 @@ def test_a_module_never_reached():
 
 
 NINE = [
-    lambda x: F.max_pool2d(x, 2, 1), lambda x: x.transpose(2, 3), lambda x: torch.cat([x, x], 1), lambda x: x.flatten(2),
-    lambda x: x.unflatten(2, (7, 7)), lambda x: F.interpolate(x, scale_factor=2), lambda x: x[:, ::2], lambda x: x.permute(0, 1, 3, 2),
+    lambda x: F.max_pool2d(x, 2, 1),
+    lambda x: x.transpose(2, 3),
+    lambda x: torch.cat([x, x], 1),
+    lambda x: x.flatten(2),
+    lambda x: x.unflatten(2, (7, 7)),
+    lambda x: F.interpolate(x, scale_factor=2),
+    lambda x: x[:, ::2],
+    lambda x: x.permute(0, 1, 3, 2),
     lambda x: F.max_pool2d(x, 2),
-]  # fmt: skip
+]
 
 
 def test_nine_ops_in_a_row_share_their_qparams():
@@ -338,7 +392,9 @@ def test_cats_of_cats_share_one_observer():
 
 
 def test_a_value_read_by_several_layers_is_quantized_once():
-    model = Call(lambda m, x: m.a(x) @ m.b(x).mT + m.c(x) @ m.a(x).mT, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8))
+    model = Call(
+        lambda m, x: m.a(x) @ m.b(x).mT + m.c(x) @ m.a(x).mT, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)
+    )
     converted = assert_matches(model, torch.randn(2, 5, 8), fx=False)
     reads = {read.value for op in recorded(converted, "linear") for read in op.decision.reads}
     assert len(reads) == 1
