@@ -108,7 +108,9 @@ class InterceptedForward:
         frame = call.frame
         if self.row is None or frame is None or call.slow:
             return call.enter(self, args, kwargs)
-        if self.passes and not self.module.training:
+        if self.passes:
+            if self.module.training:
+                return call.enter(self, args, kwargs)
             return args[0] if args else next(iter(kwargs.values()))
         index, hooks = frame.index, frame.hooks
         if index < len(hooks) and (hook := hooks[index]).module_path == self.path:
@@ -272,10 +274,12 @@ class RunCall(TorchFunctionMode):
             return self._pass(func, row, args, kwargs)
         if row.role is Role.FLOAT or not _has_float(args, kwargs):
             return self._other(func, args, kwargs)
-        if self.log_hooks:
-            hook_log.debug("%s::%s.__torch_function__", self.frame.state.path or "<root>", row.name)
         hook = self.frame.next(row, None)
+        if self.log_hooks:
+            hook_log.debug("%s::%s.__torch_function__ start", self.frame.state.path or "<root>", row.name)
         output = hook.function(self, func, spelling, args, kwargs)
+        if self.log_hooks:
+            hook_log.debug("%s::%s.__torch_function__ end", self.frame.state.path or "<root>", row.name)
         return output if self.log is None else self._logged(hook, output)
 
     def _logged(self, hook: Hook, output: Any) -> Any:

@@ -60,17 +60,28 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
             got=f"{entries[at].get('path')} ({entries[at].get('op')})" if at < len(entries) else f"{len(entries)} ops",
         )
     qparams = {int(key): _from_json(key, value) for key, value in content["values"].items()}
-    forced = {
-        id(op): "a recipe keeps it in float" for op, entry in zip(ops, entries, strict=True) if _is_forced(op, entry)
-    }
-    place(token, forced)
+    default = place(token, {})
+    pairs = list(zip(ops, entries, strict=True))
+    forced = {id(op): _forced(op, entry) for op, entry in pairs}
+    stored = {vid: qparams.get(default.key(vid)) for vid in token.record.values}
+    edited = place(token, {key: reason for key, reason in forced.items() if reason})
+    for op in ops:  # an edit may end the sharing of qparams; a value then keeps those it shared
+        for read in op.decision.reads:
+            vid = dict(op.activations)[read.slot]
+            if read.value not in qparams and (known := stored[vid]) is not None:
+                qparams[read.value] = known
     missing = sorted(set(token.observers) - set(qparams))
     if missing:
         op = next(op for op in ops for read in op.decision.reads if read.value in missing)
         place(token, {})
-        raise RecipeError("the recipe has no qparams for a value", path=op.owner, op=op.path, expected=f"value {missing[0]}",
-                          hint="calibrate the edited model instead")  # fmt: skip
-    token.fixed_qparams = qparams
+        raise RecipeError(
+            "the recipe has no qparams for a value",
+            path=op.owner,
+            op=op.path,
+            expected=f"value {missing[0]}",
+            hint="calibrate the edited model instead",
+        )
+    token.fixed_qparams = {key: q for key, q in qparams.items() if key in {edited.key(vid) for vid in stored}}
     return prepared
 
 
@@ -120,10 +131,15 @@ def _op_as_json(op: SeenOp) -> dict[str, Any]:
     return entry
 
 
-def _is_forced(op: SeenOp, entry: dict[str, Any]) -> bool:
-    """Whether the person (or the calibration) that made the recipe keeps an op in float that placement would quantize."""
-    inputs = entry.get("inputs", [])
-    return entry.get("precision") == "float" or any(i.get("precision") == "float" for i in inputs)
+def _forced(op: SeenOp, entry: dict[str, Any]) -> str:
+    """Why the recipe keeps an op in float that placement would quantize, or has in float for another reason; "" if not."""
+    kept = entry.get("precision") == "float"
+    if not kept and not any(i.get("precision") == "float" for i in entry.get("inputs", [])):
+        return ""
+    reason = entry.get("reason") if kept else None
+    if op.decision.precision == "float" and reason in (None, op.decision.reason):
+        return ""
+    return reason or "a recipe keeps it in float"
 
 
 def _read(path: str | os.PathLike) -> dict[str, Any]:
@@ -136,4 +152,10 @@ def _read(path: str | os.PathLike) -> dict[str, Any]:
         raise RecipeError("the file is no recipe of this version", expected=_VERSION, got=str(path))
     if not isinstance(content.get("ops"), list) or not isinstance(content.get("values"), dict):
         raise RecipeError("the recipe lacks ops or values", got=str(path))
+    if not all(isinstance(key, str) and key.isdigit() for key in content["values"]):
+        raise RecipeError("the values of a recipe are numbered", got=sorted(map(str, content["values"]))[:3])
+    for entry in content["ops"]:
+        inputs = entry.get("inputs", []) if isinstance(entry, dict) else None
+        if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
+            raise RecipeError("an op of the recipe is damaged", expected="an object with a list of inputs", got=entry)
     return content

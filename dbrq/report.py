@@ -15,7 +15,7 @@ from .attachment import state_of
 from .auto_trace import logging_values
 from .containers import call_arguments, tree_leaves
 from .errors import ConfigurationError
-from .mappings import Role
+from .mappings import LEAVES, Role
 from .record import SeenOp
 from .tensors import plain
 from .watch import watch
@@ -94,16 +94,16 @@ def report(model: nn.Module) -> Report:
         raise ConfigurationError("report reads prepared and converted models", got=type(model).__name__)
     seen = state.token.record.ops
     rows = [_row(op) for op in seen if op.row is None or op.row.role is not Role.PASS or op.row.name == "pad"]
-    reached = {op.module for op in seen if op.module is not None}
+    reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
     for path, module in model.named_modules():
-        if (
-            isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase))
-            and path not in reached
-        ):
-            rows.append(
-                ReportRow(path, type(module).__name__, "float", "it was never reached in the watching run", "float", 0)
-            )
+        found = LEAVES.get(type(module).forward)
+        if found is not None and found[0].role in _WITH_WEIGHTS and path not in reached:
+            reason = "it was never reached in the watching run"
+            rows.append(ReportRow(path, found[0].name, "float", reason, "float", 0))
     return Report(tuple(rows))
+
+
+_WITH_WEIGHTS = (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT, Role.FLOAT, Role.NORM)
 
 
 def _row(op: SeenOp) -> ReportRow:
@@ -169,7 +169,8 @@ def _logged(
     def keep(op: SeenOp, output: Any) -> None:
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if op.index >= 0 and first is not None and first.is_floating_point():
-            values[op.path] = (op.op, plain(first).detach().clone())
+            with torch._C.DisableTorchFunction():
+                values[op.path] = (op.op, plain(first).detach().clone())
 
     with torch.no_grad():
         if state_of(model) is None:

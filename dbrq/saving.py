@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import torch
@@ -24,7 +25,20 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     state = state_of(model) if isinstance(model, nn.Module) else None
     if state is None or state.token.phase != "int8":
         raise QuantizationError("save takes converted models", got=type(model).__name__, hint="call dbrq.convert first")
-    torch.save({"format": _FORMAT, "version": _VERSION, "torch": torch.__version__, "model": model}, path)
+    content = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__, "model": model}
+    unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"  # a failed save leaves the file that was there
+    try:
+        torch.save(content, unfinished)
+        os.replace(unfinished, path)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise QuantizationError(
+            f"the model cannot be saved: {error}",
+            got=type(model).__name__,
+            hint="classes are saved by reference: define them at the top level of a module, or save state_dict()",
+        ) from error
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
 
 
 def load(path: str | os.PathLike) -> Any:

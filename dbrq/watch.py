@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import random
 import sys
@@ -287,8 +288,8 @@ class Watch(TorchFunctionMode):
             self.record.values[vid].readers.append(seen)
         if hooked:
             frame.call.paths[0].append(seen)  # type: ignore[union-attr]
-            if row.role is Role.COMPUTE and seen.outputs:
-                seen.macs = _macs(row, seen, bound)
+        if row is not None and (hooked and row.role is Role.COMPUTE or row.name.startswith("conv_transpose")):
+            seen.macs = _macs(row, seen, bound, module)
         self.record.ops.append(seen)
         if self.on_op is not None:
             self.on_op(seen, output)
@@ -303,10 +304,10 @@ class Watch(TorchFunctionMode):
         if row.role in (Role.COMPUTE, Role.EMBEDDING) and row.name != "matmul" and len(bound) > 1:
             seen.weight = self._parameter(bound[1])
             if seen.weight is None:
-                seen.weight_problem = "its weight is computed in forward"
+                seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
-                if seen.bias is None:
+                if seen.bias is None and not seen.weight_problem:
                     seen.weight_problem = "its bias is computed in forward"
         if row.role is Role.NORM:
             seen.norm = tuple(self._parameter(b) if isinstance(b, Tensor) else None for b in bound[1:5])
@@ -434,18 +435,13 @@ def _constant(value: Any) -> Any:
     return None
 
 
-def _macs(row: OpRow, seen: SeenOp, bound: list | None) -> int:
-    out = seen.result.shape
-    size = 1
-    for n in out:
-        size *= n
+def _macs(row: OpRow, seen: SeenOp, bound: list | None, module: InterceptedForward | None) -> int:
+    """Multiply-accumulates: elements times the weights that each takes part in."""
     if row.name == "matmul":
-        return size * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
-    weight = bound[1].shape  # type: ignore[index]
-    per_output = 1
-    for n in weight[1:]:
-        per_output *= n
-    return size * per_output
+        return math.prod(seen.result.shape) * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
+    weight = bound[1] if bound is not None and len(bound) > 1 else module.module.weight  # type: ignore[union-attr]
+    transposed = row.role is Role.FLOAT  # there each input element meets weights, not each output element
+    return math.prod(seen.inputs[0].shape if transposed else seen.result.shape) * math.prod(weight.shape[1:])
 
 
 def _spelled(func: Callable) -> str:

@@ -191,6 +191,16 @@ def _read_in_float(record: Record) -> set[tuple[str, str]]:
     return needed
 
 
+def trained_qparams(observer: Any) -> tuple[Any, Any]:
+    """qparams of an observer or fake quantize; the latter's are those it rounded with in training.
+
+    torch's fused one computes its symmetric scale otherwise than its ``calculate_qparams`` does.
+    """
+    if hasattr(observer, "fake_quant_enabled") and getattr(observer, "scale", None) is not None:
+        return observer.scale, observer.zero_point
+    return observer.calculate_qparams()
+
+
 def _observer(qconfig: Any, axis: int | None) -> nn.Module:
     observer = qconfig.weight()
     observer = getattr(observer, "activation_post_process", observer)
@@ -212,7 +222,7 @@ def _quantized(
     folded = bool(chain) and chain[0].op.role is Role.NORM
     if fake_quantize is not None:
         # Trained ranges are those of the weight times its batch norm's scale.
-        scale, zero_point = fake_quantize.calculate_qparams()  # type: ignore[operator]
+        scale, zero_point = trained_qparams(fake_quantize)
         if folded:
             scale = scale / norm_scale(chain[0], modules).abs().clamp_min(1e-12)
     else:

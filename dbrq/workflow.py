@@ -24,7 +24,7 @@ from .quantization_state import AutoQuantizationState, Hook
 from .record import Record, SeenOp
 from .recurrent import recurrent_weights
 from .watch import watch
-from .weights import convert_recurrent, convert_weights
+from .weights import convert_recurrent, convert_weights, trained_qparams
 
 
 class QuantizedModelToken(ModelToken):
@@ -186,7 +186,7 @@ def _modules_of(op: SeenOp, modules: dict[str, nn.Module]) -> dict[str, nn.Modul
     return {path: modules[path] for path in paths}
 
 
-def place(token: QuantizedModelToken, forced: dict[int, str]) -> None:
+def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
     """Decide where values are quantized, and put an observer where each is first read."""
     placement = Placement(token.record, token.fuse, forced)
     modules = {p: m for state in token.states.values() for p, m in state.modules_by_path.items()}
@@ -211,6 +211,7 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> None:
             weight = op.qconfig.weight()
             if hasattr(weight, "fake_quant_enabled"):
                 state.weight_fake_quants[op.path.replace(".", "_")] = weight
+    return placement
 
 
 def calibrate(
@@ -343,7 +344,7 @@ def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
 
 def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
     """An observer's result in uint8: signed ranges are shifted by 128, which changes no value."""
-    scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())  # type: ignore[operator]
+    scale, zero_point = map(torch.as_tensor, trained_qparams(observer))
     if scale.numel() != 1:
         raise ConfigurationError(
             "an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape)

@@ -35,7 +35,8 @@ ORDER = """\
 conv.__call__ start
 conv.__call__ end
 child.__call__ start
-child::add.__torch_function__
+child::add.__torch_function__ start
+child::add.__torch_function__ end
 child.__call__ end
 <root>.__call__ end"""
 
@@ -69,7 +70,8 @@ def test_the_order_of_the_hooks_with_children_in_children(caplog):
         "0.1.__call__ end",
         "0.__call__ end",
         "1.__call__ start",
-        "1::add.__torch_function__",
+        "1::add.__torch_function__ start",
+        "1::add.__torch_function__ end",
         "1.__call__ end",
         "<root>.__call__ end",
     ]
@@ -87,11 +89,11 @@ def test_an_op_hook_belongs_to_the_module_whose_forward_calls_it(caplog):
 
     converted = convert(Two(), torch.randn(2, 4)).quantized
     lines = hooks_of(converted, torch.randn(2, 4), caplog=caplog).split("\n")
-    functions = [line for line in lines if "__torch_function__" in line]
+    functions = [line for line in lines if "__torch_function__ start" in line]
     assert functions == [
-        "<root>::linear.__torch_function__",
-        "child::add.__torch_function__",
-        "<root>::linear.__torch_function__",
+        "<root>::linear.__torch_function__ start",
+        "child::add.__torch_function__ start",
+        "<root>::linear.__torch_function__ start",
     ]
 
 
