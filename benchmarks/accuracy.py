@@ -1,7 +1,8 @@
-"""SQNR and int8 coverage beside FX graph mode and PT2E, on one model and the same data: ``python benchmarks/accuracy.py``.
+"""SQNR and int8 coverage beside FX graph mode and PT2E, on one model and the same data: ``python
+benchmarks/accuracy.py``.
 
-PT2E (torchao's ``X86InductorQuantizer``) runs as its Q/DQ graph, without a compiler: the numbers are those of Inductor up to
-rounding. A dash means that the peer cannot run the model; the reason is printed below the table.
+PT2E (torchao's ``X86InductorQuantizer``) runs as its Q/DQ graph, without a compiler: the numbers are those of Inductor
+up to rounding. A dash means that the peer cannot run the model; the reason is printed below the table.
 """
 
 from __future__ import annotations

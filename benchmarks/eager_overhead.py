@@ -1,7 +1,7 @@
 """What running the user's own Python costs: ``python benchmarks/eager_overhead.py``.
 
-Three tables: microseconds that interception adds to one op; a converted model's time relative to FX graph mode's eager quantized
-model (engine onednn); and calibration's time relative to the float forward.
+Three tables: microseconds that interception adds to one op; a converted model's time relative to FX graph mode's eager
+quantized model (engine onednn); and calibration's time relative to the float forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ COUNT = 50
 
 
 class ConvBlocks(nn.Module):
-    """``COUNT`` blocks of convolution, batch norm and relu on a map so small that the kernel is mostly its own overhead."""
+    """``COUNT`` blocks of convolution, batch norm and relu on a map so small that the kernel is mostly its own
+    overhead.
+    """
 
     def __init__(self) -> None:
         super().__init__()

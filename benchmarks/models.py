@@ -1,7 +1,8 @@
-"""The models that the benchmarks share: definitions from torchvision and transformers, weights random or, for MiniLM, trained.
+"""The models that the benchmarks share: definitions from torchvision and transformers, weights random or, for MiniLM,
+trained.
 
-Random weights get batch-norm statistics from a few training-mode passes, and damped residual branches, since a deep random
-network amplifies any rounding beyond use.
+Random weights get batch-norm statistics from a few training-mode passes, and damped residual branches, since a deep
+random network amplifies any rounding beyond use.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call (median, minimum, maximum over slices) and the median ratio to the first variant, slice by slice."""
+    """Milliseconds per call (median, minimum, maximum over slices) and the median ratio to the first variant, slice by
+    slice.
+    """
 
     median: float
     minimum: float

@@ -1,8 +1,8 @@
 """Holding a state on a module without the user's code meeting it.
 
-``_auto_quant_state`` lives in the instance's ``__dict__``, so ``children()``, Sequential, ModuleList and ModuleDict do not
-see it. What must see it (``apply``, ``.to``, ``parameters``, ``state_dict``, ``repr``) is extended on the instance: no class is
-patched. The extensions are partials of functions of this module, which deepcopy and pickle take.
+``_auto_quant_state`` lives in the instance's ``__dict__``, so ``children()``, Sequential, ModuleList and ModuleDict do
+not see it. What must see it (``apply``, ``.to``, ``parameters``, ``state_dict``, ``repr``) is extended on the instance:
+no class is patched. The extensions are partials of functions of this module, which deepcopy and pickle take.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``F.multi_head_attention_forward`` as ops of the table.
 
-torch's own composes its projections inside one function, where no hook sees them, and calls itself when re-entered under a
-function mode. This one gives the same results from ``F.linear``, matmul and softmax, each of which is hooked.
+torch's own composes its projections inside one function, where no hook sees them, and calls itself when re-entered
+under a function mode. This one gives the same results from ``F.linear``, matmul and softmax, each of which is hooked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments, shapes and results as ``torch.nn.functional.multi_head_attention_forward``: ``[L, N, E]`` or ``[L, E]``."""
+    """Arguments, shapes and results as ``torch.nn.functional.multi_head_attention_forward``: ``[L, N, E]`` or ``[L,
+    E]``.
+    """
     batched = query.dim() == 3
     if not batched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))

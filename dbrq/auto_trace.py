@@ -1,7 +1,8 @@
 """Interception: how dbrq comes between the user's code and torch, for one model and one thread at a time.
 
-Two points: the ``forward`` of each module instance (``InterceptedForward``, an instance attribute, so no class is patched)
-and a ``TorchFunctionMode`` that lives as long as one call of the model (``RunCall``). Three kinds of hooks hang on them:
+Two points: the ``forward`` of each module instance (``InterceptedForward``, an instance attribute, so no class is
+patched) and a ``TorchFunctionMode`` that lives as long as one call of the model (``RunCall``). Three kinds of hooks
+hang on them:
 
 * op hooks, for leaf modules and functions of the op table: the state of the module that calls them has one per op;
 * module I/O hooks: entering and leaving a module that is not a leaf, and what the root takes and returns;

@@ -118,10 +118,13 @@ class ComputePlan(Plan):
         constants = tuple(tuple(b) if isinstance(b, list) else b for b in bound[3:7])
         if constants != tuple(self.op.constants[3:7]):
             raise DeviationError(
-                "a convolution runs with other settings than were recorded", path=self.op.owner, op=self.op.path,
-                expected=f"stride, padding, dilation, groups = {self.op.constants[3:7]}", got=constants,
+                "a convolution runs with other settings than were recorded",
+                path=self.op.owner,
+                op=self.op.path,
+                expected=f"stride, padding, dilation, groups = {self.op.constants[3:7]}",
+                got=constants,
                 hint="keep them fixed, or set this op's qconfig to None",
-            )  # fmt: skip
+            )
 
     # Kernels
 
@@ -216,7 +219,9 @@ class ComputePlan(Plan):
 
 
 class FusedPlan(Plan):
-    """An op fused behind a convolution or linear layer: continues what is under way, or runs in float on anything else."""
+    """An op fused behind a convolution or linear layer: continues what is under way, or runs in float on anything
+    else.
+    """
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
@@ -285,7 +290,9 @@ class FusedPlan(Plan):
         return x
 
     def _other(self, call: RunCall, x: Any) -> Any:
-        """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change it."""
+        """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change
+        it.
+        """
         if not isinstance(x, Tensor):
             return None
         if self.reads:
@@ -307,8 +314,13 @@ class DynamicLinearPlan(ComputePlan):
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])
         if x.dtype is not torch.float32:
-            raise KernelInputError("an int8 op got another dtype", path=self.op.owner, op=self.op.path,
-                                   expected="torch.float32", got=x.dtype)  # fmt: skip
+            raise KernelInputError(
+                "an int8 op got another dtype",
+                path=self.op.owner,
+                op=self.op.path,
+                expected="torch.float32",
+                got=x.dtype,
+            )
         if not x.numel():
             return self._tagged(self.run_plain(bound))
         if self.op.decision.mode == "weight_only":

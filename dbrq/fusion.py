@@ -1,7 +1,7 @@
 """Which ops of a record fuse: decided after the fact, from everything that was seen to read each value.
 
-A value inside a fusion is quantized nowhere, so fusing changes speed and never numbers. One is fused behind another only if
-nothing else, quantizeable or not, reads what lies between them.
+A value inside a fusion is quantized nowhere, so fusing changes speed and never numbers. One is fused behind another
+only if nothing else, quantizeable or not, reads what lies between them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ _qlinear_sum = torch.ops.onednn.qlinear_pointwise.binary
 
 @dataclass(frozen=True)
 class QParams:
-    """How one activation is quantized: ``real = (q - zero_point) * scale``, ``q`` a uint8 in ``[quant_min, quant_max]``."""
+    """How one activation is quantized: ``real = (q - zero_point) * scale``, ``q`` a uint8 in ``[quant_min,
+    quant_max]``.
+    """
 
     scale: float
     zero_point: int
@@ -219,7 +221,9 @@ class PackedConv:
     def bind(
         self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """A callable for many inputs of one shape, its checks done beforehand; None where each needs care of its own."""
+        """A callable for many inputs of one shape, its checks done beforehand; None where each needs care of its
+        own.
+        """
         by_hand = qparams.zero_point != 0 and any(self.padding)
         if self.ndim != 2 or by_hand or (out is not None and out.quant_max != 255):
             return None
@@ -227,8 +231,8 @@ class PackedConv:
         bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
         arguments = (
-            qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias, self.stride, self.padding,
-            self.dilation, self.groups, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
+            qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias,
+            self.stride, self.padding, self.dilation, self.groups, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
 
         def run(q: Tensor) -> Tensor:
@@ -241,7 +245,9 @@ class PackedConv:
     def bind_sum(
         self, shape: torch.Size, qparams: QParams, accumulated: QParams, relu: bool, out: QParams
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """``add_`` for many uint8 inputs of one shape, as ``bind``; the callable leaves its second argument as it is."""
+        """``add_`` for many uint8 inputs of one shape, as ``bind``; the callable leaves its second argument as it
+        is.
+        """
         if self.ndim != 2 or (qparams.zero_point != 0 and any(self.padding)) or out.quant_max != 255:
             return None
         result_shape = self.output_shape(shape)
@@ -314,7 +320,9 @@ class PackedConv:
         return q, 0, self._pack(padding, q.shape), self._bias_with_zero_point(qparams), padding
 
     def _pack(self, padding: list[int], shape: torch.Size) -> Tensor:
-        """The weight in the layout the kernel wants for this input shape; with another it would reorder at every call."""
+        """The weight in the layout the kernel wants for this input shape; with another it would reorder at every
+        call.
+        """
         key = (*padding, *shape)
         packed = self._packed.get(key)
         if packed is None:
@@ -384,7 +392,9 @@ class PackedLinear:
         return result if q.dim() > 1 else result.reshape(shape)
 
     def add_(self, q: Tensor, qparams: QParams, accumulator: Tensor, relu: bool) -> Tensor:
-        """linear(q) + accumulator [+ relu], written over the float32 ``accumulator``, which must be the caller's own."""
+        """linear(q) + accumulator [+ relu], written over the float32 ``accumulator``, which must be the caller's
+        own.
+        """
         if q.dtype is not torch.uint8:
             raise _bad("linear + sum", "a uint8 tensor", q)
         shape = self.output_shape(q.shape)

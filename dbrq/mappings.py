@@ -166,7 +166,8 @@ _WEIGHTS = [
     OpRow("rnn_cell", Role.RECURRENT, modules={nn.RNNCell: ""}),
     OpRow("batch_norm", Role.NORM,
           "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-5", (F.batch_norm,),
-          modules=dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "running_mean running_var weight bias training momentum eps")),
+          modules=dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+                                "running_mean running_var weight bias training momentum eps")),
 ]  # fmt: skip
 
 _ELEMENTWISE = [
@@ -297,7 +298,8 @@ _PASS = [
         for name in _MOVES
     ),
     *(
-        OpRow(name, Role.PASS, functions=(getattr(torch.Tensor, name).__get__,)) for name in ("T", "mT", "H", "mH", "data")
+        OpRow(name, Role.PASS, functions=(getattr(torch.Tensor, name).__get__,))
+        for name in ("T", "mT", "H", "mH", "data")
     ),
     OpRow("identity", Role.PASS, modules={nn.Identity: ""}),
     *(
@@ -378,7 +380,8 @@ _METADATA = frozenset(
 
 
 def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
-    """The row of a module that is one op of the table; None for others and for subclasses with a ``forward`` of their own.
+    """The row of a module that is one op of the table; None for others and for subclasses with a ``forward`` of their
+    own.
 
     >>> leaf_row(nn.Conv2d(1, 1, 1))[0].name
     'conv2d'

@@ -50,8 +50,8 @@ class HistogramObserver(UniformQuantizationObserverBase):
     at the first step that does not help. NaN and infinity raise, rather than spoil the range or be skipped.
 
     Bin ``i`` counts the values in ``[(i - bins / 2) * width, (i + 1 - bins / 2) * width)``; ``width`` is the smallest
-    power of two for which the bins hold all values. Of tensors with more than 262,144 values, about 131,000 are counted,
-    each for its neighbours too; minimum and maximum are exact. A search takes 1 to 6 ms.
+    power of two for which the bins hold all values. Of tensors with more than 262,144 values, about 131,000 are
+    counted, each for its neighbours too; minimum and maximum are exact. A search takes 1 to 6 ms.
 
     Args:
         bins: number of bins, a power of two of at least 16. Half of them lie on each side of zero.

@@ -2,7 +2,8 @@
 
 Convolutions and linear layers read int8. Everything else reads int8 only where the value is int8 for certain anyway:
 
-* a value is *pure* if whoever made it can write uint8 and all who read it, read it as int8: then only the integers exist;
+* a value is *pure* if whoever made it can write uint8 and all who read it, read it as int8: then only the integers
+exist;
 * any other value stays float, and those who need int8 quantize it when they read it.
 
 So a residual stream that a layer norm reads keeps its precision, and a convolutional network stays on integers from one
@@ -257,7 +258,9 @@ class Placement:
         return value.info.id
 
     def observer_qconfig(self, vid: int, reader: SeenOp):
-        """The qconfig whose activation observer watches a value: its producer's where that runs in int8, else the reader's."""
+        """The qconfig whose activation observer watches a value: its producer's where that runs in int8, else the
+        reader's.
+        """
         producer = self.record.values[self._source(vid)].producer
         if producer is not None:
             producer = self.chained.get(id(producer), producer)

@@ -1,7 +1,7 @@
 """What all op hooks of a converted model have in common: reading int8 values, writing them, running in float.
 
-A plan is derived from the op's ``Decision`` and the qparams and weights of the model; it holds no truth of its own. Plans
-are read-only while they run, so threads share them.
+A plan is derived from the op's ``Decision`` and the qparams and weights of the model; it holds no truth of its own.
+Plans are read-only while they run, so threads share them.
 """
 
 from __future__ import annotations
@@ -85,9 +85,13 @@ class Plan:
             return None
         if x.dtype is not torch.float32:
             raise KernelInputError(
-                "an int8 op got another dtype", path=self.op.owner, op=self.op.path, expected="torch.float32", got=x.dtype,
+                "an int8 op got another dtype",
+                path=self.op.owner,
+                op=self.op.path,
+                expected="torch.float32",
+                got=x.dtype,
                 hint="pass float32, as in the watching run",
-            )  # fmt: skip
+            )
         q = quantize(x.detach(), qparams)
         entry = (qparams, q, call.mutations, call)
         if inputs:
@@ -98,8 +102,14 @@ class Plan:
 
     def _unrecorded(self, got: str, expected: str) -> None:
         if self.state.token.strict:
-            raise DeviationError("an op reads another value than was recorded", path=self.op.owner, op=self.op.path,
-                                 expected=expected, got=got, hint="prepare with example_inputs that take this path")  # fmt: skip
+            raise DeviationError(
+                "an op reads another value than was recorded",
+                path=self.op.owner,
+                op=self.op.path,
+                expected=expected,
+                got=got,
+                hint="prepare with example_inputs that take this path",
+            )
         warnings.warn(
             f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}", stacklevel=2
         )

@@ -20,7 +20,9 @@ _INT8 = (torch.quint8, torch.qint8, torch.uint8, torch.int8)
 
 
 def as_mapping(qconfig_mapping: Any) -> QConfigMapping:
-    """None, a ``QConfig`` or a ``QConfigMapping`` as a mapping; the user's object is returned as it is, never written to."""
+    """None, a ``QConfig`` or a ``QConfigMapping`` as a mapping; the user's object is returned as it is, never written
+    to.
+    """
     if qconfig_mapping is None:
         return default_qconfig_mapping()
     if isinstance(qconfig_mapping, QConfigMapping):
@@ -63,7 +65,9 @@ def symmetric_weight(qconfig: QConfig) -> bool:
 
 
 class QConfigResolver:
-    """Looks up the qconfig of each op of a record, in order: object order, name, regex, type, global; last as FX has it."""
+    """Looks up the qconfig of each op of a record, in order: object order, name, regex, type, global; last as FX has
+    it.
+    """
 
     def __init__(self, mapping: QConfigMapping, modules: dict[str, nn.Module]) -> None:
         self.mapping, self.modules = mapping, modules
@@ -84,10 +88,7 @@ class QConfigResolver:
             keys = _spellings(op.row, op.spelling)
             counted_in = op.owner
             base = self._by_type(keys, self.mapping.global_qconfig)
-        if op.module is None:
-            base = self._by_type((type(module),), base)
-        else:
-            base = self._by_type(keys, base)
+        base = self._by_type((type(module),), base)
         found = self._by_name(scope, self._by_regex(scope, base))
         return self._by_order(counted_in, keys, found)
 

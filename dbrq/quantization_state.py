@@ -29,7 +29,9 @@ _disabled = torch._C.DisableTorchFunction
 
 
 class Hook(Protocol):
-    """What happens at one op. ``module`` serves leaf modules (``leaf``: with one argument), ``function`` everything else."""
+    """What happens at one op. ``module`` serves leaf modules (``leaf``: with one argument), ``function`` everything
+    else.
+    """
 
     op: SeenOp
     row: OpRow
@@ -183,8 +185,8 @@ class ObserveHook:
             vid = dict(op.activations)[read.slot]
             if observer is not None and (_is_fake_quantize(observer) or (op.path, vid) in state.token.observing):  # type: ignore[attr-defined]
                 self.observers.append((read.slot, observer))
-        name = op.path.replace(".", "_")
-        self.weight_fake_quant = state.weight_fake_quants[name] if name in state.weight_fake_quants else None
+        held = state.weight_fake_quants
+        self.weight_fake_quant = held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
         self.state = state
         self.fakes = self.weight_fake_quant is not None or any(_is_fake_quantize(o) for _, o in self.observers)
 
@@ -225,9 +227,13 @@ class ObserveHook:
                 )
             except CalibrationError as error:
                 raise CalibrationError(
-                    "a value seen in calibration cannot be quantized", path=self.op.owner, op=self.op.path,
-                    expected="finite values", got=error.got or error.message, hint="check the calibration data, or set this op's qconfig to None",
-                ) from error  # fmt: skip
+                    "a value seen in calibration cannot be quantized",
+                    path=self.op.owner,
+                    op=self.op.path,
+                    expected="finite values",
+                    got=error.got or error.message,
+                    hint="check the calibration data, or set this op's qconfig to None",
+                ) from error
             if _is_fake_quantize(observer):
                 _place(bound, self.row, slot, seen)
                 changed = True

@@ -38,13 +38,15 @@ def save_recipe(model: nn.Module, path: str | os.PathLike) -> None:
 
 
 def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
-    """Put a recipe's decisions and qparams into a freshly prepared copy of the same model; it needs no calibration then.
+    """Put a recipe's decisions and qparams into a freshly prepared copy of the same model; it needs no calibration
+    then.
 
     Returns:
         ``prepared``.
 
     Raises:
-        RecipeError: the file is damaged, belongs to another model, or leaves a value without qparams. The model is unchanged.
+        RecipeError: the file is damaged, belongs to another model, or leaves a value without qparams. The model is
+        unchanged.
     """
     token = _token(prepared)
     if token.phase != "observe":
@@ -52,8 +54,14 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
     content = _read(path)
     entries, ops = content["ops"], token.record.hooked()
     if [(e.get("path"), e.get("op")) for e in entries] != [(op.path, op.op) for op in ops]:
-        at = next((i for i, (e, op) in enumerate(zip(entries, ops, strict=False)) if (e.get("path"), e.get("op")) != (op.path, op.op)),
-                  min(len(entries), len(ops)))  # fmt: skip
+        at = next(
+            (
+                i
+                for i, (e, op) in enumerate(zip(entries, ops, strict=False))
+                if (e.get("path"), e.get("op")) != (op.path, op.op)
+            ),
+            min(len(entries), len(ops)),
+        )
         raise RecipeError(
             "the recipe belongs to another model",
             expected=f"{ops[at].path} ({ops[at].op})" if at < len(ops) else f"{len(ops)} ops",
@@ -108,8 +116,11 @@ def _from_json(key: str, value: Any) -> QParams:
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(f"value {key} of the recipe is damaged: {error}", got=value) from error
     if not (0 < q.scale < float("inf") and 0 <= q.quant_min <= q.zero_point <= q.quant_max <= 255):
-        raise RecipeError(f"value {key} of the recipe makes no sense",
-                          expected="scale > 0 and 0 <= quant_min <= zero_point <= quant_max <= 255", got=value)  # fmt: skip
+        raise RecipeError(
+            f"value {key} of the recipe makes no sense",
+            expected="scale > 0 and 0 <= quant_min <= zero_point <= quant_max <= 255",
+            got=value,
+        )
     return q
 
 
@@ -132,7 +143,9 @@ def _op_as_json(op: SeenOp) -> dict[str, Any]:
 
 
 def _forced(op: SeenOp, entry: dict[str, Any]) -> str:
-    """Why the recipe keeps an op in float that placement would quantize, or has in float for another reason; "" if not."""
+    """Why the recipe keeps an op in float that placement would quantize, or has in float for another reason; "" if
+    not.
+    """
     kept = entry.get("precision") == "float"
     if not kept and not any(i.get("precision") == "float" for i in entry.get("inputs", [])):
         return ""

@@ -1,4 +1,6 @@
-"""What a run was seen to do: ops, the values between them, and what was decided about each. Plain data, no torch hooks."""
+"""What a run was seen to do: ops, the values between them, and what was decided about each. Plain data, no torch
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch.ao.quantization import QConfig
 
 from .mappings import OpRow
 
-#: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for constants.
+#: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for
+# constants.
 Tag = int | str | None
 
 
@@ -157,6 +160,11 @@ class SeenOp:
         return f"{self.owner}.{self.op}.{self.occurrence}".lstrip(".")
 
     @property
+    def module_key(self) -> str:
+        """The path as a key of a ModuleDict, which takes no dots."""
+        return self.path.replace(".", "/")
+
+    @property
     def result(self) -> TensorInfo:
         """The first output."""
         return self.outputs[0]
@@ -182,7 +190,9 @@ class Value:
 
 @dataclass
 class SeenCall:
-    """One call of one module: the paths taken through it, each a sequence of hooked ops, and its tensor inputs' tags."""
+    """One call of one module: the paths taken through it, each a sequence of hooked ops, and its tensor inputs'
+    tags.
+    """
 
     paths: list[list[SeenOp]] = field(default_factory=lambda: [[]])
     input_tags: tuple[Tag, ...] = ()

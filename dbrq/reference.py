@@ -1,4 +1,6 @@
-"""Every op of the table as a float function of its bound arguments: for fallbacks, and for training with fake quantize."""
+"""Every op of the table as a float function of its bound arguments: for fallbacks, and for training with fake
+quantize.
+"""
 
 from __future__ import annotations
 

@@ -68,10 +68,21 @@ class Report:
         )
 
     def __str__(self) -> str:
-        table = [[r.path, r.op, r.precision, f"{r.macs / 1e6:.3g}" if r.macs else "", r.kernel if r.precision == "int8" else r.reason]
-                 for r in self.rows]  # fmt: skip
+        table = [
+            [
+                r.path,
+                r.op,
+                r.precision,
+                f"{r.macs / 1e6:.3g}" if r.macs else "",
+                r.kernel if r.precision == "int8" else r.reason,
+            ]
+            for r in self.rows
+        ]
         head = ["path", "op", "precision", "MMACs", "kernel, or why float"]
-        summary = f"int8: {self.coverage:.1%} of convolution and linear multiply-accumulates, {self.coverage_all:.1%} with matmuls"
+        summary = (
+            f"int8: {self.coverage:.1%} of convolution and linear multiply-accumulates, "
+            f"{self.coverage_all:.1%} with matmuls"
+        )
         return f"{tabulate(table, head)}\n{summary}"
 
 

@@ -1,8 +1,8 @@
 """What int8 values look like to the user's code: float32 tensors that know how to become plain ones.
 
-``Int8Tensor`` is an activation, ``Int8Weight`` a weight. Both are subclasses of ``torch.Tensor`` with the shape the code
-expects and no storage of their own. Inside a converted model the function mode handles them; wherever else one turns up
-(a cache, a closure, C++ code) ``__torch_dispatch__`` gives the op plain float tensors.
+``Int8Tensor`` is an activation, ``Int8Weight`` a weight. Both are subclasses of ``torch.Tensor`` with the shape the
+code expects and no storage of their own. Inside a converted model the function mode handles them; wherever else one
+turns up (a cache, a closure, C++ code) ``__torch_dispatch__`` gives the op plain float tensors.
 """
 
 from __future__ import annotations

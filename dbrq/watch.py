@@ -249,24 +249,44 @@ class Watch(TorchFunctionMode):
         return tuple(self._value(leaf).info for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
     def _see(
-        self, row: OpRow | None, op: str, spelling: str, args: tuple, kwargs: dict, output: Any, bound: list | None = None,
-        module: InterceptedForward | None = None, before: tuple[TensorInfo, ...] | None = None, written: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        row: OpRow | None,
+        op: str,
+        spelling: str,
+        args: tuple,
+        kwargs: dict,
+        output: Any,
+        bound: list | None = None,
+        module: InterceptedForward | None = None,
+        before: tuple[TensorInfo, ...] | None = None,
+        written: Any = None,
+    ) -> None:
         frame = self.frame
         assert frame is not None
         inputs = self._infos((args, kwargs)) if before is None else before
         hooked = (
-            row is not None and frame.call is not None and row.role not in (Role.PASS, Role.FLOAT)
+            row is not None
+            and frame.call is not None
+            and row.role not in (Role.PASS, Role.FLOAT)
             and ((module is not None and module.row is row) or any(i.dtype.is_floating_point for i in inputs))
-        )  # fmt: skip
+        )
         path = module.path if module is not None else None
         place = ("module", path) if path is not None else (frame.path, op)
         occurrence = self._occurrences[place]
         self._occurrences[place] += 1
         seen = SeenOp(
-            op=op, row=row, owner=frame.path, call=frame.number, index=len(frame.call.paths[0]) if hooked else -1,
-            module=path, occurrence=occurrence, site=_site(), spelling=spelling, inputs=inputs, outputs=(),
-        )  # fmt: skip
+            op=op,
+            row=row,
+            owner=frame.path,
+            call=frame.number,
+            index=len(frame.call.paths[0]) if hooked else -1,
+            module=path,
+            occurrence=occurrence,
+            site=_site(),
+            spelling=spelling,
+            inputs=inputs,
+            outputs=(),
+        )
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if hooked or row is not None:
             self._describe(seen, row, bound, module)
@@ -288,7 +308,7 @@ class Watch(TorchFunctionMode):
             self.record.values[vid].readers.append(seen)
         if hooked:
             frame.call.paths[0].append(seen)  # type: ignore[union-attr]
-        if row is not None and (hooked and row.role is Role.COMPUTE or row.name.startswith("conv_transpose")):
+        if row is not None and ((hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose")):
             seen.macs = _macs(row, seen, bound, module)
         self.record.ops.append(seen)
         if self.on_op is not None:
@@ -374,8 +394,14 @@ class Watch(TorchFunctionMode):
         source = self.record.values[inputs[0].id] if inputs else None
         value = self._new(tensor, source.info.tag if source is not None else None, seen)
         if source is not None:
-            value.info = TensorInfo(value.info.id, value.info.shape, value.info.dtype, value.info.contiguous,
-                                    source.info.tag, source.info.constant)  # fmt: skip
+            value.info = TensorInfo(
+                value.info.id,
+                value.info.shape,
+                value.info.dtype,
+                value.info.contiguous,
+                source.info.tag,
+                source.info.constant,
+            )
             value.origin, value.parameter = source.info.id, source.parameter
         return value
 
@@ -409,13 +435,26 @@ def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> lis
     if isinstance(module, nn.EmbeddingBag):
         given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
         offsets, per_sample = given.get("offsets"), given.get("per_sample_weights")
-        return [given["input"], module.weight, offsets, module.max_norm, module.norm_type, module.scale_grad_by_freq, module.mode,
-                module.sparse, per_sample, module.include_last_offset, module.padding_idx]  # fmt: skip
+        return [
+            given["input"],
+            module.weight,
+            offsets,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.mode,
+            module.sparse,
+            per_sample,
+            module.include_last_offset,
+            module.padding_idx,
+        ]
     return [first, *(getattr(module, name) for name in intercepted.attributes)]
 
 
 def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """The arguments of an op that are data, each with its slot: a bound position, or an index into the list of ``cat``."""
+    """The arguments of an op that are data, each with its slot: a bound position, or an index into the list of
+    ``cat``.
+    """
     if row.role is Role.ELEMENTWISE or row.name == "matmul":
         candidates: list[Any] = list(bound[:2])
     elif row.name in ("cat", "stack"):

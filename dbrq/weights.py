@@ -1,8 +1,8 @@
 """int8 weights: made at conversion, kept as buffers of the module that had the parameter, packed when first used.
 
-A parameter ``weight`` becomes the buffers ``weight_int8`` and ``weight_scale`` (and ``weight_zero_point`` for embeddings with
-affine qconfigs) and the attribute ``weight``, an ``Int8Weight`` that gives float on demand. Packed forms are derived,
-never saved, and rebuilt when what they came from changes.
+A parameter ``weight`` becomes the buffers ``weight_int8`` and ``weight_scale`` (and ``weight_zero_point`` for
+embeddings with affine qconfigs) and the attribute ``weight``, an ``Int8Weight`` that gives float on demand. Packed
+forms are derived, never saved, and rebuilt when what they came from changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def norm_shift(step: Step, modules: dict[str, nn.Module], scale: Tensor, bias: T
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Where an op finds its int8 weight: the canonical place of the parameter, its scales' axis, and the op's view of it."""
+    """Where an op finds its int8 weight: the canonical place of the parameter, its scales' axis, and the op's view of
+    it.
+    """
 
     ref: ParameterRef
     axis: int | None

@@ -81,8 +81,8 @@ def prepare(
         model: any float module on the CPU. It is not changed unless ``inplace``.
         example_inputs: a tensor, a tuple or list of positional arguments, or a Mapping of keyword arguments. They are
             copied, run once in eval mode under ``no_grad``, and not observed.
-        qconfig_mapping: None for the default recipe, else ``QConfig`` or ``QConfigMapping`` of ``torch.ao.quantization``.
-        example_kwargs: keyword arguments beside ``example_inputs``.
+        qconfig_mapping: None for the default recipe, else ``QConfig`` or ``QConfigMapping`` of
+        ``torch.ao.quantization``. example_kwargs: keyword arguments beside ``example_inputs``.
         inplace: prepare the model itself, not a copy.
         fuse: whether batch norms, activations and adds fuse into the convolution or linear layer before them.
         non_traceable_module_classes: classes not to look into; their modules stay float.
@@ -137,8 +137,11 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise ConfigurationError(f"the model cannot be deep-copied: {error}", got=type(model).__name__,
-                                 hint="make it copyable, or pass inplace=True") from error  # fmt: skip
+        raise ConfigurationError(
+            f"the model cannot be deep-copied: {error}",
+            got=type(model).__name__,
+            hint="make it copyable, or pass inplace=True",
+        ) from error
 
 
 def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn.Module], opaque: tuple) -> None:
@@ -210,7 +213,7 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
         if op.decision.precision == "int8" and op.weight is not None and op.decision.mode == "static" and op.qconfig:
             weight = op.qconfig.weight()
             if hasattr(weight, "fake_quant_enabled"):
-                state.weight_fake_quants[op.path.replace(".", "_")] = weight
+                state.weight_fake_quants[op.module_key] = weight
     return placement
 
 
@@ -308,8 +311,8 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
 def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) -> None:
     def fake_quant(op: SeenOp) -> nn.Module | None:
         held = token.states[op.owner].weight_fake_quants
-        name = op.path.replace(".", "_")
-        return held[name] if name in held and observed(held[name]) else None
+        trained = held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
+        return trained if trained is not None and observed(trained) else None
 
     token.weight_axes = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
     for path in {
@@ -335,9 +338,12 @@ def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
             op = readers[key]
             raise NotCalibratedError(
                 "the model was converted before it saw any data" if not token.runs else "a value was never observed",
-                path=op.owner, op=op.path, expected="at least one run of the prepared model", got=f"{token.runs} run(s)",
+                path=op.owner,
+                op=op.path,
+                expected="at least one run of the prepared model",
+                got=f"{token.runs} run(s)",
                 hint="run data through the prepared model, or call dbrq.calibrate(prepared, data)",
-            )  # fmt: skip
+            )
         found[key] = qparams_of(observer, readers[key])
     return found
 

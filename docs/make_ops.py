@@ -11,7 +11,8 @@ from dbrq.mappings import TABLE, OpRow, Role
 
 _INTRO = """# What dbrq does with each op
 
-Made from `dbrq/mappings.py` by `docs/make_ops.py`; do not edit. An op that is not listed runs in float, on plain tensors.
+Made from `dbrq/mappings.py` by `docs/make_ops.py`; do not edit. An op that is not listed runs in float, on plain
+tensors.
 """
 
 

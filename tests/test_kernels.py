@@ -76,7 +76,8 @@ def test_conv_and_sum_leave_the_other_operand_as_it_is(relu, zero_point):
 
 
 FLOAT = {
-    "none": lambda x: x, "relu": F.relu, "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "tanh": torch.tanh, "gelu": F.gelu,
+    "none": lambda x: x, "relu": F.relu, "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "tanh": torch.tanh,
+    "gelu": F.gelu,
     "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0), "hardswish": F.hardswish, "swish": F.silu,
 }  # fmt: skip
 ARGUMENTS = {"leaky_relu": (0.2,), "hardtanh": (0.0, 6.0)}
