@@ -232,7 +232,8 @@ class PackedConv:
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
         arguments = (
             qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias,
-            self.stride, self.padding, self.dilation, self.groups, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
+            self.stride, self.padding, self.dilation, self.groups, scale, zero, dtype,
+            post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
 
         def run(q: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def report(model: nn.Module) -> Report:
         found = LEAVES.get(type(module).forward)
         if found is not None and found[0].role in _WITH_WEIGHTS and path not in reached:
             reason = "it was never reached in the watching run"
-            rows.append(ReportRow(path, found[0].name, "float", reason, "float", 0))
+            rows.append(ReportRow(path, type(module).__name__, "float", reason, "float", 0))
     return Report(tuple(rows))
 
 

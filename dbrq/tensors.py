@@ -89,6 +89,7 @@ class Int8Tensor(Lazy):
         alias: a cell shared by all views of one value, True once a second one exists.
     """
 
+    size_: torch.Size
     data_u8: Tensor | None = None
     qparams: QParams | None = None
     deferred: Deferred | None = None
@@ -165,6 +166,12 @@ class Int8Weight(Lazy):
         geometry: sizes, strides and offset in the contiguous whole.
         is_whole: whether this is all of it.
     """
+
+    owner: nn.Module
+    parameter: str
+    axis: int | None
+    geometry: tuple[tuple, tuple, int]
+    is_whole: bool
 
     @staticmethod
     def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: tuple[tuple, tuple, int], whole: bool):
