@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .auto_trace import TAG, InterceptedForward, RunCall
-from .errors import DeviationError, KernelInputError
+from .errors import DeviationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
@@ -313,14 +313,7 @@ class DynamicLinearPlan(ComputePlan):
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])
-        if x.dtype is not torch.float32:
-            raise KernelInputError(
-                "an int8 op got another dtype",
-                path=self.op.owner,
-                op=self.op.path,
-                expected="torch.float32",
-                got=x.dtype,
-            )
+        self.require_float32(x)
         if not x.numel():
             return self._tagged(self.run_plain(bound))
         if self.op.decision.mode == "weight_only":

@@ -7,7 +7,6 @@ which is exact, so neither the order nor the number of batches changes the resul
 
 import functools
 import math
-import operator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.ao.quantization.observer import UniformQuantizationObserverBase
 
 from .errors import CalibrationError, ConfigurationError, NotCalibratedError
 from .kernels import has_exact_int8_dot
+from .mappings import FUNCTIONS
 
 # Values of one tensor that are counted at most: more would not change the qparams by a tenth of a step, and counting
 # is what calibration spends its time on. The two ends of the range are those of all values, and where they lie this
@@ -36,9 +36,6 @@ _ROUND = 6755399441055744.0
 # Ranges are searched in powers of two: first in these steps down to 2**-16 of the whole, then in finer ones, until an
 # end moves by less than a tenth of a quantization step (2**(1 / 2500) is 1 + 0.07 / 255).
 _COARSE_STEP, _COARSE_DEPTH, _FINEST_STEP = 1 / 4, -16.0, 1 / 2500
-
-# The spellings of a product of two activations, for QConfigMapping.set_object_type.
-_MATMULS = (torch.matmul, torch.bmm, torch.baddbmm, operator.matmul, "matmul", "__matmul__", "bmm", "baddbmm")
 
 
 class HistogramObserver(UniformQuantizationObserverBase):
@@ -426,6 +423,7 @@ def default_qconfig_mapping(reduce_range: bool | None = None) -> QConfigMapping:
             weight=default_per_channel_weight_observer,
         )
     )
-    for matmul in _MATMULS:
+    row = FUNCTIONS[torch.matmul].row
+    for matmul in (*row.functions, *row.methods, *row.operators):
         mapping.set_object_type(matmul, None)
     return mapping

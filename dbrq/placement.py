@@ -20,7 +20,6 @@ from dataclasses import replace
 import torch
 
 from .fusion import find_chains, step_of
-from .kernels import SUPPORTED_POST_OPS
 from .mappings import Role
 from .qconfigs import kind, symmetric_weight
 from .record import Decision, Read, Record, SeenOp, Step
@@ -57,7 +56,6 @@ class Placement:
         self.chained = {id(op): head for head in heads for op in self.chains.get(id(head), ())}
         self.soft = {id(op) for op in record.hooked() if self._may_be_soft(op)}
         self._is_hard = {id(op) for op in self.hard}
-        self.float_others: set[int] = set()
         self._settle()
         self._parents: dict[int, int] = {}
         self._share()
@@ -365,6 +363,3 @@ def _kernel(op: SeenOp, mode: str, chain) -> str:
     if row.role is Role.SHARE:
         return "quantized.max_pool2d" if row.name in ("max_pool1d", "max_pool2d") else "integers"
     return "dequantize, compute, quantize"
-
-
-__all__ = ["SUPPORTED_POST_OPS", "Placement"]

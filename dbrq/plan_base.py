@@ -83,6 +83,16 @@ class Plan:
         if call.tag_of(x) != read.tag:
             self._unrecorded(f"a value made by {call.tag_of(x)!r}", f"the value that {read.tag!r} made")
             return None
+        self.require_float32(x)
+        q = quantize(x.detach(), qparams)
+        entry = (qparams, q, call.mutations, call)
+        if inputs:
+            call.quantized_inputs[id(x)] = entry
+        else:
+            x.__dict__[INT8] = entry
+        return q, qparams
+
+    def require_float32(self, x: Tensor) -> None:
         if x.dtype is not torch.float32:
             raise KernelInputError(
                 "an int8 op got another dtype",
@@ -92,13 +102,6 @@ class Plan:
                 got=x.dtype,
                 hint="pass float32, as in the watching run",
             )
-        q = quantize(x.detach(), qparams)
-        entry = (qparams, q, call.mutations, call)
-        if inputs:
-            call.quantized_inputs[id(x)] = entry
-        else:
-            x.__dict__[INT8] = entry
-        return q, qparams
 
     def _unrecorded(self, got: str, expected: str) -> None:
         if self.state.token.strict:

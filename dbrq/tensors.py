@@ -239,8 +239,3 @@ def geometry_of(tensor: Tensor) -> tuple[tuple, tuple, int]:
 def plain(value: Any) -> Any:
     """``value``, or its float tensor if it is one of ours."""
     return value.float_value() if isinstance(value, Lazy) else value
-
-
-def defer_nothing(tree: Any) -> Any:
-    """``tree`` with each of our tensors replaced by a plain one; containers keep their class."""
-    return tree_map(plain, tree)

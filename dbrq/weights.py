@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels import along
+from .kernels import along, quantize_weight
 from .mappings import Role
 from .record import ParameterRef, Record, SeenOp, Step
 from .tensors import Int8Weight
@@ -83,10 +83,10 @@ def _index(shape: Sequence[int], axis: int, ref: ParameterRef) -> Tensor:
     return index if ref.whole else index.as_strided(*ref.geometry)
 
 
-def channel_axis(shape: Sequence[int], ref: ParameterRef) -> int | None:
+def channel_axis(shape: Sequence[int], ref: ParameterRef, whole_axis: int) -> int | None:
     """The axis of a parameter that runs along the rows of an op's view of it; None if none does."""
     if ref.whole:
-        return 0
+        return whole_axis
     for axis in range(len(shape)):
         rows = _index(shape, axis, ref).reshape(ref.shape[0], -1)
         if bool((rows == rows[:, :1]).all()):
@@ -140,7 +140,7 @@ def convert_weights(
         parameter = owner._parameters.get(key[1])
         parameter = owner._buffers[key[1]] if parameter is None else parameter
         assert parameter is not None and op.qconfig is not None
-        found = {channel_axis(parameter.shape, o.weight) for o in ops if o.weight is not None}
+        found = {channel_axis(parameter.shape, o.weight, o.row.weight_axis) for o in ops if o.weight and o.row}
         axis = found.pop() if len(found) == 1 else None
         values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
         axes[key] = axis if values["scale"].numel() > 1 else None
@@ -161,7 +161,7 @@ def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> 
         observer(parameter.detach())
         scale, _ = observer.calculate_qparams()
         scale = scale.to(torch.float32).expand(parameter.shape[0]).contiguous()
-        module.register_buffer(f"{name}_int8", _round(parameter.detach(), scale, None, 0, observer))
+        module.register_buffer(f"{name}_int8", _symmetric(parameter.detach(), scale, 0, observer))
         module.register_buffer(f"{name}_scale", scale)
         _forget(module, name)
         module.__dict__[name] = Int8Weight.whole(module, name, 0)
@@ -234,18 +234,13 @@ def _quantized(
     if op.row is not None and op.row.role is Role.EMBEDDING and bool((zero_point != 0).any()):
         shift = 128 if observer.quant_min == 0 and observer.quant_max > 127 else 0
         zero_point = zero_point.detach().to(torch.float32).reshape(-1)
-        stored = _round(weight, scale, zero_point, axis if scale.numel() > 1 else None, observer, shift)
-        return {"int8": stored, "scale": scale, "zero_point": zero_point - shift}
-    return {"int8": _round(weight, scale, None, axis if scale.numel() > 1 else None, observer), "scale": scale}
+        at = axis if scale.numel() > 1 else None
+        levels = torch.round(weight / along(scale, at, weight.dim()) + along(zero_point, at, weight.dim()))
+        stored = torch.clamp(levels, observer.quant_min, observer.quant_max) - shift
+        return {"int8": stored.to(torch.int8), "scale": scale, "zero_point": zero_point - shift}
+    return {"int8": _symmetric(weight, scale, axis if scale.numel() > 1 else None, observer), "scale": scale}
 
 
-def _round(
-    weight: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None, observer: Any, shift: int = 0
-) -> Tensor:
-    levels = weight.to(torch.float32) / along(scale, axis, weight.dim())
-    if zero_point is not None:
-        levels = levels + along(zero_point, axis, weight.dim())
-    low, high = (observer.quant_min, observer.quant_max) if zero_point is not None else (
-        max(observer.quant_min, -128), min(observer.quant_max, 127)
-    )  # fmt: skip
-    return (torch.clamp(torch.round(levels), low, high) - shift).to(torch.int8)
+def _symmetric(weight: Tensor, scale: Tensor, axis: int | None, observer: Any) -> Tensor:
+    low, high = max(observer.quant_min, -128), min(observer.quant_max, 127)
+    return quantize_weight(weight.to(torch.float32), scale, axis, low, high)
