@@ -349,7 +349,7 @@ def test_default_recipe() -> None:
 
 def test_default_recipe_leaves_matmuls_in_float() -> None:
     types = default_qconfig_mapping().object_type_qconfigs
-    for matmul in (torch.matmul, torch.bmm, torch.baddbmm, operator.matmul, "matmul", "bmm", "__matmul__", "baddbmm"):
+    for matmul in (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__"):
         assert types[matmul] is None
 
 
