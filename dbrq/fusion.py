@@ -52,10 +52,9 @@ def _only_reader(record: Record, op: SeenOp) -> SeenOp | None:
 
 
 def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op: SeenOp) -> bool:
-    if op.row is None or op.index < 0 or record.values[op.result.id].aliased_mutation:
+    if op.index < 0 or record.values[op.result.id].aliased_mutation:
         return False
-    roles = [step.row.role for step in chain if step.row is not None]
-    assert head.row is not None
+    roles = [step.row.role for step in chain]
     if op.row.role is Role.NORM:
         return not chain and _folds(head, op)
     if op.qconfig is None:
@@ -74,12 +73,12 @@ def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op:
 def _folds(head: SeenOp, norm: SeenOp) -> bool:
     """Whether the batch norm is over the head's output channels, with statistics that belong to the model."""
     mean, variance = norm.norm[:2]
-    channels = head.result.shape[1] if head.row.ndim else head.result.shape[-1]  # type: ignore[union-attr]
-    over_channels = bool(head.row.ndim) or len(head.result.shape) == 2  # type: ignore[union-attr]
+    channels = head.result.shape[1] if head.row.ndim else head.result.shape[-1]
+    over_channels = bool(head.row.ndim) or len(head.result.shape) == 2
     return (
         mean is not None and variance is not None and over_channels and mean.shape == (channels,)
         and not norm.constants[5] and norm.pad is None
-        and len(head.result.shape) == (head.row.ndim or 0) + 2  # type: ignore[union-attr]
+        and len(head.result.shape) == (head.row.ndim or 0) + 2
     )  # fmt: skip
 
 
@@ -99,7 +98,6 @@ def _is_sum(record: Record, before: SeenOp, op: SeenOp) -> bool:
 
 def step_of(op: SeenOp, before: SeenOp) -> Step:
     """One fused op, without its other operand's reading, which placement decides."""
-    assert op.row is not None
     other_slot = None
     if op.row.name == "add":
         other_slot = next(slot for slot, vid in op.activations if vid != before.result.id)
@@ -119,7 +117,7 @@ def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: 
     """
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     record = watch(model, args, kwargs)
-    heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]  # type: ignore[union-attr]
+    heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]
     for op in record.hooked():
         op.qconfig = op.qconfig or _ANY
     calls = Counter(op.module for op in record.ops)
@@ -127,7 +125,7 @@ def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: 
     for number, chain in sorted(find_chains(record, heads).items()):
         group = [heads[number]]
         for op in chain:
-            if op.module is None or op.row.name not in ("batch_norm", "relu"):  # type: ignore[union-attr]
+            if op.module is None or op.row.name not in ("batch_norm", "relu"):
                 break
             group.append(op)
         if len(group) > 1 and heads[number].module is not None and all(calls[op.module] == 1 for op in group):

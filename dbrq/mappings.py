@@ -316,7 +316,9 @@ _PASS = [
 ]  # fmt: skip
 
 TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS)
-_BY_NAME = {row.name: row for row in TABLE}
+#: Stands for every op that has no row.
+OTHER = OpRow("other", Role.FLOAT)
+_BY_NAME = {row.name: row for row in (*TABLE, OTHER)}
 
 
 def _row(name: str) -> OpRow:

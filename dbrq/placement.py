@@ -125,7 +125,7 @@ class Placement:
         if value.is_input:
             return Level.NEUTRAL
         op = value.producer
-        if op is None or op.row is None:
+        if op is None:
             return Level.FLOAT
         if value.origin is not None:
             return self.level(value.origin)
@@ -145,8 +145,6 @@ class Placement:
         return all(self._reads_int8(op, vid) for op in value.readers)
 
     def _reads_int8(self, op: SeenOp, vid: int) -> bool:
-        if op.row is None:
-            return False
         if op.row.role is Role.PASS:
             if op.row.name == "pad" and op.constants[2] == "constant" and op.constants[3]:
                 return False  # only zero is sure to be representable
@@ -236,9 +234,9 @@ class Placement:
             for vid in self._int8_reads(op):
                 source = self._source(vid)
                 producer = self.record.values[source].producer
-                made_of_observed = producer is not None and producer.row is not None and (
-                    producer.row.role is Role.SHARE and id(producer) in self.soft
-                )  # fmt: skip
+                made_of_observed = (
+                    producer is not None and producer.row.role is Role.SHARE and id(producer) in self.soft
+                )
                 if made_of_observed or source in covered or vid in chosen:
                     continue
                 chosen[vid] = op
@@ -283,8 +281,6 @@ class Placement:
         return self.key(vid) if self.pure(vid) else None
 
     def _decision(self, op: SeenOp) -> Decision:
-        if op.row is None:
-            return Decision(reason="no int8 kernel for this op")
         if op.row.role is Role.PASS:
             moves_int8 = bool(op.inputs) and self.pure(op.inputs[0].id)
             return Decision("int8", kernel="integers") if moves_int8 else Decision(reason="it moves a float value")

@@ -34,7 +34,6 @@ class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
-        assert op.row is not None
         self.state, self.op, self.row, self.module_path = state, op, op.row, op.module
         self.reads: Sequence[Read] = op.decision.reads
         self.tag = op.result.tag

@@ -197,7 +197,7 @@ _BY_NAME: dict[str, type[Plan]] = {
 def plan(state: AutoQuantizationState, op: SeenOp) -> Plan:
     """The plan of one recorded op."""
     decision = op.decision
-    if decision.precision == "float" or op.row is None:
+    if decision.precision == "float":
         return Plan(state, op)
     if decision.member_of is not None:
         return FusedPlan(state, op)

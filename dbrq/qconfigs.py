@@ -117,12 +117,11 @@ class QConfigResolver:
         return fallback
 
 
-def _spellings(row: OpRow | None, spelling: str) -> tuple[Any, ...]:
+def _spellings(row: OpRow, spelling: str) -> tuple[Any, ...]:
     """All the ways a mapping may name a functional op; the one that was written first.
 
     Operators arrive as methods, so ``x + y`` and ``x.add(y)`` are one to us: any spelling of the row matches.
     """
-    assert row is not None
     spelled: list[Callable | str] = [*row.functions, *row.methods, *row.operators, *row.inplace, *row.variants]
     methods = [getattr(torch.Tensor, s) for s in spelled if isinstance(s, str) and hasattr(torch.Tensor, s)]
     every = [*spelled, *methods, row.name]

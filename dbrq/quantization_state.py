@@ -176,7 +176,6 @@ class ObserveHook:
     """Op hook of a prepared model: observes what the op reads as int8, or fake-quantizes it, and runs the op."""
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
-        assert op.row is not None
         self.row, self.module_path, self.reads, self.op = op.row, op.module, op.decision.reads, op
         shared = state.token.observers  # type: ignore[attr-defined]
         self.observers: list[tuple[int, nn.Module]] = []

@@ -111,7 +111,7 @@ class SeenOp:
 
     Attributes:
         op: its name in the op table, or the function's own name.
-        row: its row, None for ops the table does not know.
+        row: its row, ``OTHER`` for ops the table does not know.
         owner: path of the module whose forward ran it.
         call: which call of the owner in the run.
         index: its place among the owner's hooked ops in that call; -1 for ops without a hook.
@@ -130,7 +130,7 @@ class SeenOp:
     """
 
     op: str
-    row: OpRow | None
+    row: OpRow
     owner: str
     call: int
     index: int

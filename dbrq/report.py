@@ -104,7 +104,7 @@ def report(model: nn.Module) -> Report:
     if state is None:
         raise ConfigurationError("report reads prepared and converted models", got=type(model).__name__)
     seen = state.token.record.ops
-    rows = [_row(op) for op in seen if op.row is None or op.row.role is not Role.PASS or op.row.name == "pad"]
+    rows = [_row(op) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
     for path, module in model.named_modules():
         found = LEAVES.get(type(module).forward)

@@ -30,6 +30,7 @@ from .errors import ConfigurationError
 from .mappings import (
     DROPOUTS,
     FUNCTIONS,
+    OTHER,
     OpRow,
     Role,
     asks_inplace,
@@ -208,7 +209,7 @@ class Watch(TorchFunctionMode):
             self.hidden -= 1
         if not self.hidden:
             with _disabled():
-                self._see(None, type(intercepted.module).__name__, "module", args, kwargs, output, module=intercepted)
+                self._see(OTHER, type(intercepted.module).__name__, "module", args, kwargs, output, module=intercepted)
         return output
 
     # Ops
@@ -237,9 +238,9 @@ class Watch(TorchFunctionMode):
         before = self._infos((args, kwargs))
         output = func(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
-        row = spelling.row if spelling else None
-        bound = spelling.bind(args, kwargs) if spelling else None
-        if row is not None and row.name in DROPOUTS and not (bound[2] and bound[1]):
+        row = spelling.row if spelling else OTHER
+        bound = spelling.bind(args, kwargs) if spelling else []
+        if row.name in DROPOUTS and not (bound[2] and bound[1]):
             self._same_value(bound[0], output)
         written = kwargs.get("out") if "out" in kwargs else args[0] if args and mutates(func) else None
         self._see(row, function_name(func), _spelled(func), args, kwargs, output, bound, self.leaf, before, written)
@@ -250,13 +251,13 @@ class Watch(TorchFunctionMode):
 
     def _see(
         self,
-        row: OpRow | None,
+        row: OpRow,
         op: str,
         spelling: str,
         args: tuple,
         kwargs: dict,
         output: Any,
-        bound: list | None = None,
+        bound: Sequence[Any] = (),
         module: InterceptedForward | None = None,
         before: tuple[TensorInfo, ...] | None = None,
         written: Any = None,
@@ -265,8 +266,7 @@ class Watch(TorchFunctionMode):
         assert frame is not None
         inputs = self._infos((args, kwargs)) if before is None else before
         hooked = (
-            row is not None
-            and frame.call is not None
+            frame.call is not None
             and row.role not in (Role.PASS, Role.FLOAT)
             and ((module is not None and module.row is row) or any(i.dtype.is_floating_point for i in inputs))
         )
@@ -288,13 +288,12 @@ class Watch(TorchFunctionMode):
             outputs=(),
         )
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if hooked or row is not None:
-            self._describe(seen, row, bound, module)
+        self._describe(seen, row, bound, module)
         same = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if row is not None and row.role is Role.PASS:
+        if row.role is Role.PASS:
             seen.outputs = tuple(self._moved(seen, t, inputs).info for t in tensors)
         else:
-            seen.inplace = isinstance(written, Tensor) or (row is not None and bool(bound) and asks_inplace(row, bound))
+            seen.inplace = isinstance(written, Tensor) or (bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
             if not seen.inplace:  # some functions return what they were given
                 seen.outputs = tuple(
@@ -304,19 +303,18 @@ class Watch(TorchFunctionMode):
                 seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
             if isinstance(written, Tensor) and id(written) not in {id(t) for t in tensors}:
                 self._made(seen, written, True, tag)
-        for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row and row.role is Role.PASS else set()):
+        for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row.role is Role.PASS else set()):
             self.record.values[vid].readers.append(seen)
         if hooked:
             frame.call.paths[0].append(seen)  # type: ignore[union-attr]
-        if row is not None and ((hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose")):
+        if (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
             seen.macs = _macs(row, seen, bound, module)
         self.record.ops.append(seen)
         if self.on_op is not None:
             self.on_op(seen, output)
 
-    def _describe(self, seen: SeenOp, row: OpRow, bound: list | None, module: InterceptedForward | None) -> None:
+    def _describe(self, seen: SeenOp, row: OpRow, bound: list, module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""
-        bound = bound or []
         seen.constants = tuple(_constant(b) for b in bound)
         seen.activations = tuple(
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
@@ -474,11 +472,11 @@ def _constant(value: Any) -> Any:
     return None
 
 
-def _macs(row: OpRow, seen: SeenOp, bound: list | None, module: InterceptedForward | None) -> int:
+def _macs(row: OpRow, seen: SeenOp, bound: Sequence[Any], module: InterceptedForward | None) -> int:
     """Multiply-accumulates: elements times the weights that each takes part in."""
     if row.name == "matmul":
         return math.prod(seen.result.shape) * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
-    weight = bound[1] if bound is not None and len(bound) > 1 else module.module.weight  # type: ignore[union-attr]
+    weight = bound[1] if len(bound) > 1 else module.module.weight  # type: ignore[union-attr]
     transposed = row.role is Role.FLOAT  # there each input element meets weights, not each output element
     return math.prod(seen.inputs[0].shape if transposed else seen.result.shape) * math.prod(weight.shape[1:])
 

@@ -135,12 +135,12 @@ def convert_weights(
     needed = _read_in_float(record)
     axes: dict[tuple[str, str], int | None] = {}
     for key, ops in readers.items():
-        op = next((o for o in ops if o.row is not None and o.row.role is Role.COMPUTE), ops[0])
+        op = next((o for o in ops if o.row.role is Role.COMPUTE), ops[0])
         owner = modules[key[0]]
         parameter = owner._parameters.get(key[1])
         parameter = owner._buffers[key[1]] if parameter is None else parameter
         assert parameter is not None and op.qconfig is not None
-        found = {channel_axis(parameter.shape, o.weight, o.row.weight_axis) for o in ops if o.weight and o.row}
+        found = {channel_axis(parameter.shape, o.weight, o.row.weight_axis) for o in ops if o.weight}
         axis = found.pop() if len(found) == 1 else None
         values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
         axes[key] = axis if values["scale"].numel() > 1 else None
@@ -181,7 +181,7 @@ def _read_in_float(record: Record) -> set[tuple[str, str]]:
         if value.parameter is None:
             continue
         for op in value.readers:
-            moves = op.row is not None and op.row.role is Role.PASS
+            moves = op.row.role is Role.PASS
             own = op.weight is not None and op.weight.key == value.parameter and op.decision.precision == "int8"
             if not moves and not own:
                 needed.add(value.parameter)
@@ -231,7 +231,7 @@ def _quantized(
         observer(weight)
         scale, zero_point = observer.calculate_qparams()
     scale = torch.clamp_min(scale.detach().to(torch.float32).reshape(-1), torch.finfo(torch.float32).tiny)
-    if op.row is not None and op.row.role is Role.EMBEDDING and bool((zero_point != 0).any()):
+    if op.row.role is Role.EMBEDDING and bool((zero_point != 0).any()):
         shift = 128 if observer.quant_min == 0 and observer.quant_max > 127 else 0
         zero_point = zero_point.detach().to(torch.float32).reshape(-1)
         at = axis if scale.numel() > 1 else None
