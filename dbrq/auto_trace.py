@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from . import moves
-from .attention import multi_head_attention_forward
 from .containers import tree_leaves, tree_map
+from .decompositions import DECOMPOSABLE, decomposed
 from .errors import DeviationError
 from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
 from .record import Tag
@@ -182,8 +181,10 @@ class RunCall(TorchFunctionMode):
 
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         previous, active.call = active.call, self
+        # int8 kernels have no gradient: through what is float around them it would be silently wrong.
+        gradient = torch.is_grad_enabled() and self.token.phase == "observe"
         try:
-            with self:
+            with torch.set_grad_enabled(gradient), self:
                 if intercepted.state is None:
                     return self._leave(self._leaf_alone(intercepted, args, kwargs))
                 self._tag_inputs(intercepted.state, args, kwargs)
@@ -267,6 +268,9 @@ class RunCall(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or _NO_KWARGS
+        if func in DECOMPOSABLE and (parts := decomposed(func, args, kwargs)) is not None:
+            with self:
+                return parts(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
         if spelling is None:
             return self._other(func, args, kwargs)
@@ -314,9 +318,6 @@ class RunCall(TorchFunctionMode):
     def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if not reads_values(func):
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with self:  # composed of ops of the table, which must be seen one by one
-                return multi_head_attention_forward(*args, **kwargs)
         if mutates(func) or "out" in kwargs:
             output = self.run_float(func, args, kwargs, mutates(func))
             written = kwargs.get("out", args[0] if args else None)

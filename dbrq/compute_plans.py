@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
 from .auto_trace import TAG, InterceptedForward, RunCall
-from .errors import DeviationError
-from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, dequantize, ints, quantize
+from .errors import DeviationError, QuantizationError
+from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .record import SeenOp
@@ -51,6 +52,8 @@ class ComputePlan(Plan):
         self.modules = state.modules_by_path
         assert op.weight is not None
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
+        kept = op.weight.key in state.token.kept_weights  # type: ignore[attr-defined]
+        self.replaced = {} if kept else self.modules[op.weight.path]._parameters
         self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = {}
         self._post_ops: dict[int, PostOp] = {}
         self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
@@ -58,6 +61,8 @@ class ComputePlan(Plan):
         self.contiguous = op.result.contiguous
         self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
         self.adds = any(step.op.name == "add" for step in self.steps)
+        self.same_padding = _asymmetric_padding(op)
+        self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
@@ -89,13 +94,19 @@ class ComputePlan(Plan):
             q, qparams = found
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
-        if self.row.ndim and self.op.module is None:
+        if self.row.ndim and self.op.leaf is None:
             self._check_settings(bound)
         if self.op.pad is not None:
             q = kernels.pad_mode(q, *self.op.pad)
+        if self.same_padding is not None:
+            q = F.pad(q, self.same_padding, value=qparams.zero_point)
         shape = self.packed(self.folds).output_shape(q.shape)
-        if self.op.pad is None and len(self._usual) < 256:
+        if self.plain_input and not self.op.bias_computed and len(self._usual) < 256:
             self._usual[q.shape] = shape
+        if self.op.bias_computed:
+            bias = plain(bound[2])
+            result = self.execute(q, qparams, 0, None, None)
+            return self.write(result + (along(bias, 1, result.dim()) if self.row.ndim else bias))
         if self.steps:
             return Int8Tensor.under_way(shape, Fused(self, q, qparams), 0)
         return self._result(q, qparams, shape)
@@ -106,11 +117,11 @@ class ComputePlan(Plan):
 
     def _unusual(self, found: Quantized | None, call: RunCall, bound: Sequence[Any]) -> Any:
         """Inputs without batch dimension, empty ones, and values of another origin."""
-        if found is not None and found[0].numel() and self.op.pad is None:
+        if found is not None and found[0].numel() and self.plain_input and not self.op.bias_computed:
             q, qparams = found
             return self._tagged(self.execute(q.unsqueeze(0), qparams, 0, None, None).squeeze(0))
-        if self.op.module is not None:
-            module = self.modules[self.op.module]
+        if self.op.leaf is not None:
+            module = self.modules[self.op.leaf]
             return self._tagged(type(module).forward(module, plain(bound[0])))
         return self._tagged(self.run_plain(list(bound)))
 
@@ -130,6 +141,13 @@ class ComputePlan(Plan):
 
     def packed(self, folded: bool) -> PackedConv | PackedLinear:
         """The packed weight, with or without the batch norm that follows folded in."""
+        if self.replaced.get(self.weight.ref.name) is not None:
+            raise QuantizationError(
+                "the weight of an int8 layer was replaced",
+                path=self.weight.ref.path,
+                op=self.op.path,
+                hint="change the float model and convert it again, or load a state dict of another converted copy",
+            )
         entry = self._packed.get(folded)
         if entry is not None and entry[0].unchanged():
             return entry[1]
@@ -155,7 +173,7 @@ class ComputePlan(Plan):
         stride, padding, dilation, groups = self.op.constants[3:7]
         n = self.row.ndim
         dilation = ints(dilation, n)
-        if self.op.pad is not None:
+        if not self.plain_input:
             padding = 0
         elif isinstance(padding, str):
             padding = [
@@ -216,6 +234,17 @@ class ComputePlan(Plan):
         if out is not None:
             return quantize(result, out)
         return result.contiguous() if self.contiguous else result
+
+
+def _asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
+    """Padding in ``F.pad``'s order where ``"same"`` asks for more on the right than on the left; None elsewhere."""
+    if not op.row.ndim or op.constants[4] != "same":
+        return None
+    assert op.weight is not None
+    totals = [d * (k - 1) for d, k in zip(ints(op.constants[5], op.row.ndim), op.weight.shape[2:], strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return None
+    return tuple(n for total in reversed(totals) for n in (total // 2, total - total // 2))
 
 
 class FusedPlan(Plan):

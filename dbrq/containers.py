@@ -79,6 +79,8 @@ def call_arguments(example_inputs: Any, example_kwargs: Mapping[str, Any] | None
     ((), {'x': 1})
     """
     extra = dict(example_kwargs or {})
+    if example_inputs is None and extra:
+        return (), extra
     if isinstance(example_inputs, Mapping):
         return (), {**example_inputs, **extra}
     if isinstance(example_inputs, (tuple, list)):

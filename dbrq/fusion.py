@@ -37,6 +37,8 @@ def find_chains(record: Record, heads: list[SeenOp]) -> dict[int, list[SeenOp]]:
 
 def _chain(record: Record, head: SeenOp, taken: set[int]) -> list[SeenOp]:
     chain: list[SeenOp] = []
+    if head.bias_computed:
+        return chain
     at = head
     while (op := _only_reader(record, at)) is not None and id(op) not in taken and _fits(record, head, chain, at, op):
         chain.append(op)

@@ -70,6 +70,8 @@ class Placement:
         if row.role not in (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT):
             return False
         mode, reason = kind(op.qconfig)
+        if op.qconfig is None and self.record.default_recipe:
+            reason = "the default recipe leaves it in float"
         reason = self.forced.get(id(op), "") or reason or self._unfit(op, mode) or op.weight_problem
         if reason:
             self.reasons[id(op)] = reason
@@ -99,7 +101,7 @@ class Placement:
         if op.row.name != "linear" and mode != "static":
             return f"no {mode} int8 kernel for convolutions"
         if self.record.values[op.activations[0][1]].info.constant if op.activations else True:
-            return "its input is a constant"
+            return "its input is a parameter, or comes from code that no hook sees"
         return ""
 
     def _may_be_soft(self, op: SeenOp) -> bool:

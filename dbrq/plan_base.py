@@ -34,7 +34,7 @@ class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
-        self.state, self.op, self.row, self.module_path = state, op, op.row, op.module
+        self.state, self.op, self.row, self.module_path = state, op, op.row, op.leaf
         self.reads: Sequence[Read] = op.decision.reads
         self.tag = op.result.tag
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
@@ -70,6 +70,14 @@ class Plan:
 
     def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
         """``x`` as integers, or None if it is a float value of another origin than the record's."""
+        if not isinstance(x, Tensor):
+            raise KernelInputError(
+                "an int8 op takes a tensor",
+                path=self.op.owner,
+                op=self.op.path,
+                expected="torch.Tensor",
+                got=type(x).__name__,
+            )
         if type(x) is Int8Tensor:
             if x.data_u8 is not None:
                 return x.data_u8, x.qparams  # type: ignore[return-value]

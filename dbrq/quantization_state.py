@@ -56,7 +56,8 @@ class AutoQuantizationState(nn.Module):
         observers: value key -> observer or fake quantize, for values first read here as int8.
         weight_fake_quants: op path -> fake quantize of its weight, in quantization aware training.
         scale, zero_point: after conversion, the qparams of the values in ``slots``: float32 ``[n]`` and int64 ``[n]``.
-        modules: path -> module, for the leaves and parameters that the ops here use.
+        anchor: an empty parameter where conversion left the module none, for code that asks
+        ``next(self.parameters())``. modules: path -> module, for the leaves and parameters that the ops here use.
     """
 
     def __init__(self, path: str, token: ModelToken, calls: list[SeenCall], modules: dict[str, nn.Module]) -> None:
@@ -176,7 +177,7 @@ class ObserveHook:
     """Op hook of a prepared model: observes what the op reads as int8, or fake-quantizes it, and runs the op."""
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
-        self.row, self.module_path, self.reads, self.op = op.row, op.module, op.decision.reads, op
+        self.row, self.module_path, self.reads, self.op = op.row, op.leaf, op.decision.reads, op
         shared = state.token.observers  # type: ignore[attr-defined]
         self.observers: list[tuple[int, nn.Module]] = []
         for read in self.reads:

@@ -123,6 +123,8 @@ class SeenOp:
         activations: (slot, value id): the inputs that are data, by position in the bound arguments.
         constants: bound arguments that are no tensors.
         weight, bias: where they are registered; None with ``weight_problem`` if they cannot be.
+        bias_computed: its bias is no parameter, so it is added in float.
+        is_module: whether the op is the leaf module itself, and not a function that the module calls.
         norm: running mean, running variance, weight and bias of a batch norm, and eps.
         pad: padding to apply before a convolution, and its mode.
         macs: multiply-accumulates for the example's shapes.
@@ -147,6 +149,8 @@ class SeenOp:
     weight_problem: str = ""
     norm: tuple[ParameterRef | None, ...] = ()
     pad: tuple[tuple[int, ...], str] | None = None
+    bias_computed: bool = False
+    is_module: bool = False
     inplace: bool = False
     macs: int = 0
     qconfig: QConfig | None = None
@@ -158,6 +162,11 @@ class SeenOp:
         if self.module is not None:
             return self.module if self.occurrence == 0 else f"{self.module}@{self.occurrence}"
         return f"{self.owner}.{self.op}.{self.occurrence}".lstrip(".")
+
+    @property
+    def leaf(self) -> str | None:
+        """Path of the leaf module that the op is."""
+        return self.module if self.is_module else None
 
     @property
     def module_key(self) -> str:
@@ -206,6 +215,7 @@ class Record:
         ops: every op that read values, in order.
         values: value id -> value.
         calls: module path -> its calls, in order.
+        default_recipe: whether the user left the choice of qconfigs to dbrq.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """
 
@@ -213,6 +223,7 @@ class Record:
     values: dict[int, Value] = field(default_factory=dict)
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
+    default_recipe: bool = False
 
     def hooked(self) -> list[SeenOp]:
         return [op for op in self.ops if op.index >= 0]

@@ -51,11 +51,11 @@ class Report:
     @property
     def coverage(self) -> float:
         """Share of convolution and linear multiply-accumulates done in int8, 0 to 1."""
-        return self._share(lambda row: row.op != "matmul")
+        return self._share(lambda row: row.op not in ("matmul", "scaled_dot_product_attention"))
 
     @property
     def coverage_all(self) -> float:
-        """As ``coverage``, with matmuls."""
+        """As ``coverage``, with matmuls and scaled dot product attention."""
         return self._share(lambda row: True)
 
     def _share(self, counts: Any) -> float:

@@ -30,11 +30,11 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     try:
         torch.save(content, unfinished)
         os.replace(unfinished, path)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, OSError, RuntimeError) as error:
         raise QuantizationError(
             f"the model cannot be saved: {error}",
             got=type(model).__name__,
-            hint="classes are saved by reference: define them at the top level of a module, or save state_dict()",
+            hint="the folder must exist; classes are saved by reference, so define them at the top level of a module",
         ) from error
     finally:
         if os.path.exists(unfinished):

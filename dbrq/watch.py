@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from .attention import multi_head_attention_forward
 from .auto_trace import InterceptedForward, active
 from .containers import tree_leaves
+from .decompositions import decomposed
 from .errors import ConfigurationError
 from .mappings import (
     DROPOUTS,
@@ -129,6 +128,8 @@ class Watch(TorchFunctionMode):
 
     def _intercept(self, model: nn.Module) -> InterceptedForward:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # no Python to come between
+                continue
             intercepted = InterceptedForward(module, path, self)  # type: ignore[arg-type]
             intercepted.is_torch_leaf = is_torch_leaf(module)
             found = leaf_row(module)
@@ -166,7 +167,9 @@ class Watch(TorchFunctionMode):
         return value
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        raise AssertionError("the watching run has one root")
+        raise ConfigurationError(
+            "forward calls its modules from another thread", path=intercepted.path, hint="call them from one thread"
+        )
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         module = intercepted.module
@@ -230,9 +233,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward and not self.hidden:
+        parts = None if self.hidden else decomposed(func, args, kwargs)
+        if parts is not None:
             with self:
-                return multi_head_attention_forward(*args, **kwargs)
+                return parts(*args, **kwargs)
         if self.hidden or not reads_values(func):
             return func(*args, **kwargs)
         before = self._infos((args, kwargs))
@@ -265,10 +269,11 @@ class Watch(TorchFunctionMode):
         frame = self.frame
         assert frame is not None
         inputs = self._infos((args, kwargs)) if before is None else before
+        is_module = module is not None and module.row is row
         hooked = (
             frame.call is not None
             and row.role not in (Role.PASS, Role.FLOAT)
-            and ((module is not None and module.row is row) or any(i.dtype.is_floating_point for i in inputs))
+            and (is_module or any(i.dtype.is_floating_point for i in inputs))
         )
         path = module.path if module is not None else None
         place = ("module", path) if path is not None else (frame.path, op)
@@ -286,6 +291,7 @@ class Watch(TorchFunctionMode):
             spelling=spelling,
             inputs=inputs,
             outputs=(),
+            is_module=is_module,
         )
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._describe(seen, row, bound, module)
@@ -307,7 +313,10 @@ class Watch(TorchFunctionMode):
             self.record.values[vid].readers.append(seen)
         if hooked:
             frame.call.paths[0].append(seen)  # type: ignore[union-attr]
-        if (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
+        if op == "scaled_dot_product_attention":
+            query, key = inputs[0].shape, inputs[1].shape
+            seen.macs = 2 * math.prod(query) * key[-2]
+        elif (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
             seen.macs = _macs(row, seen, bound, module)
         self.record.ops.append(seen)
         if self.on_op is not None:
@@ -325,8 +334,7 @@ class Watch(TorchFunctionMode):
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
-                if seen.bias is None and not seen.weight_problem:
-                    seen.weight_problem = "its bias is computed in forward"
+                seen.bias_computed = seen.bias is None
         if row.role is Role.NORM:
             seen.norm = tuple(self._parameter(b) if isinstance(b, Tensor) else None for b in bound[1:5])
         if module is not None and row.ndim and getattr(module.module, "padding_mode", "zeros") != "zeros":
@@ -347,14 +355,14 @@ class Watch(TorchFunctionMode):
         if producer is not None and tag is None:
             tag = vid
         info = TensorInfo(vid, tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tag, constant)
-        strided = tensor.layout is torch.strided
-        parameter = self._parameters.get(tensor.untyped_storage()._cdata) if constant and strided else None
+        storage = _storage(tensor)
+        parameter = self._parameters.get(storage) if constant and storage is not None else None
         value = Value(info, producer, parameter=parameter)
         self.record.values[vid] = value
         reference = weakref.ref(tensor)
         self._ids[id(tensor)] = (reference, vid)
-        if strided:
-            self._by_storage[tensor.untyped_storage()._cdata].append((reference, vid))
+        if storage is not None:
+            self._by_storage[storage].append((reference, vid))
         return value
 
     def _made(self, seen: SeenOp, tensor: Tensor, same_object: bool, tag: Tag) -> Value:
@@ -362,7 +370,9 @@ class Watch(TorchFunctionMode):
         if not same_object:
             return self._new(tensor, tag, seen)
         old = self._lookup(tensor)
-        storage = tensor.untyped_storage()._cdata
+        storage = _storage(tensor)
+        if storage is None:
+            return self._new(tensor, tag, seen)
         others = [
             (ref, vid)
             for ref, vid in self._by_storage[storage]
@@ -413,7 +423,8 @@ class Watch(TorchFunctionMode):
         """The parameter or buffer ``tensor`` is, or is a pure view of."""
         if not isinstance(tensor, Tensor):
             return None
-        key = self._parameters.get(tensor.untyped_storage()._cdata)
+        storage = _storage(tensor)
+        key = None if storage is None else self._parameters.get(storage)
         if key is None or tensor.dtype is not torch.float32:
             return None
         owner = dict(self.model.named_modules(remove_duplicate=False))[key[0]]
@@ -462,6 +473,14 @@ def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
     else:
         candidates = list(bound[:1])
     return [(slot, t) for slot, t in enumerate(candidates) if isinstance(t, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Identifies the memory of a tensor; None for those without (sparse ones, and those inside vmap)."""
+    try:
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _constant(value: Any) -> Any:

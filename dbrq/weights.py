@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import QuantizationError
 from .kernels import along, quantize_weight
 from .mappings import Role
 from .record import ParameterRef, Record, SeenOp, Step
@@ -25,8 +26,11 @@ def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
     """The parameter or buffer, or the part of it, that ``ref`` means."""
     module = modules[ref.path]
     whole = module._parameters.get(ref.name)
-    whole = module._buffers[ref.name] if whole is None else whole
-    assert whole is not None
+    whole = module._buffers.get(ref.name) if whole is None else whole
+    if whole is None:
+        raise QuantizationError(
+            "a parameter of the converted model is gone", path=ref.path, expected=str(ref), got="None"
+        )
     return whole if ref.whole else whole.contiguous().as_strided(*ref.geometry)
 
 
@@ -123,10 +127,11 @@ def convert_weights(
     record: Record,
     modules: dict[str, nn.Module],
     fake_quant: Callable[[SeenOp], nn.Module | None],
-) -> dict[tuple[str, str], int | None]:
-    """Put int8 buffers in place of the parameters that int8 ops read; returns the axis of each one's scales.
+) -> tuple[dict[tuple[str, str], int | None], set[tuple[str, str]]]:
+    """Put int8 buffers in place of the parameters that int8 ops read.
 
-    A parameter that an op in float reads too stays, beside its int8 form.
+    Returns:
+        The axis of each one's scales, and those that stay, beside their int8 form, because an op in float reads them too.
     """
     readers: dict[tuple[str, str], list[SeenOp]] = {}
     for op in record_ops:
@@ -150,7 +155,7 @@ def convert_weights(
             for path, name in record.parameter_names.get(key, [key]):
                 _forget(modules[path], name)
                 modules[path].__dict__[name] = Int8Weight.whole(owner, key[1], axes[key])
-    return axes
+    return axes, needed & set(axes)
 
 
 def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> None:

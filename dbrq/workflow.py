@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
@@ -36,6 +37,7 @@ class QuantizedModelToken(ModelToken):
         observers: value key -> observer; each is registered in the state that reads the value first.
         observing: (op path, value id) of each observation.
         weight_axes: canonical place of each int8 weight -> axis of its scales.
+        kept_weights: those of them that stay as float parameters too, for ops in float.
         states: module path -> state.
     """
 
@@ -47,6 +49,7 @@ class QuantizedModelToken(ModelToken):
         self.observing: set[tuple[str, int]] = set()
         self.fixed_qparams: dict[int, QParams] = {}
         self.weight_axes: dict[tuple[str, str], int | None] = {}
+        self.kept_weights: set[tuple[str, str]] = set()
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
 
@@ -59,7 +62,7 @@ class QuantizedModelToken(ModelToken):
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
         """The hook of the first op recorded for a leaf module."""
         for op in self.record.hooked():
-            if op.module == intercepted.path:
+            if op.leaf == intercepted.path:
                 hooks = self.states[op.owner].hooks(op.call)
                 return hooks[op.index] if hooks is not None else None
         return None
@@ -104,6 +107,7 @@ def prepare(
     if not all(isinstance(c, type) for c in opaque):
         raise ConfigurationError("non_traceable_module_classes takes classes", got=opaque)
     record = watch(model, args, kwargs, opaque)
+    record.default_recipe = qconfig_mapping is None
     target = model if inplace else _copied(model)
     modules = dict(target.named_modules(remove_duplicate=False))
     QConfigResolver(mapping, modules).assign(record)
@@ -127,6 +131,10 @@ def _check_model(model: Any) -> None:
                 "the model is already prepared or converted", path=path, hint="prepare the float model"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                "a lazy module has no weights yet", path=name, hint="run the model once before you prepare it"
+            )
         if tensor.device.type not in ("cpu", "meta"):
             raise ConfigurationError(
                 "dbrq runs on the CPU", path=name, expected="cpu", got=tensor.device, hint="model.cpu()"
@@ -149,6 +157,9 @@ def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn
     hidden: list[str] = []
     for path, module in list(target.named_modules()):
         if any(path.startswith(h + ".") for h in hidden):
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            hidden.append(path)
             continue
         intercepted = InterceptedForward(module, path, token)
         if isinstance(module, opaque):
@@ -294,7 +305,11 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     qparams = _all_qparams(token)
     modules = dict(target.named_modules(remove_duplicate=False))
     with torch.inference_mode(False), torch.no_grad():
+        had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
         _convert_weights(token, modules)
+        for path in had_parameters:
+            if next(modules[path].parameters(), None) is None:
+                token.states[path].register_parameter("anchor", nn.Parameter(torch.empty(0), requires_grad=False))
         for state in token.states.values():
             keys = {key for op in state.ops() for key in _keys(op)}
             state.keep_qparams({key: qparams[key] for key in sorted(keys)})
@@ -314,7 +329,7 @@ def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) 
         trained = held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
         return trained if trained is not None and observed(trained) else None
 
-    token.weight_axes = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
+    token.weight_axes, token.kept_weights = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
     for path in {
         op.module for op in token.record.hooked() if op.row.role is Role.RECURRENT and op.decision.precision == "int8"
     }:  # type: ignore[union-attr]

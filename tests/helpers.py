@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 import dbrq
 from dbrq import kernels
 from dbrq.attachment import state_of
-from dbrq.attention import multi_head_attention_forward
 from dbrq.containers import call_arguments, tree_leaves, tree_map
+from dbrq.decompositions import multi_head_attention_forward
 from dbrq.kernels import QParams
 from dbrq.mappings import FUNCTIONS, Role
 from dbrq.record import SeenOp

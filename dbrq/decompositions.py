@@ -1,16 +1,21 @@
-"""``F.multi_head_attention_forward`` as ops of the table.
+"""Functions that are made of ops of the table, and must be seen as those.
 
-torch's own composes its projections inside one function, where no hook sees them, and calls itself when re-entered
-under a function mode. This one gives the same results from ``F.linear``, matmul and softmax, each of which is hooked.
+``F.multi_head_attention_forward`` composes its projections inside one function, where no hook sees them, and calls
+itself when re-entered under a function mode: the one here gives the same results from ``F.linear``, matmul and softmax,
+each of which is hooked. A product with a parameter is a linear layer, however it is spelled.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from .tensors import Int8Weight
 
 
 def multi_head_attention_forward(
@@ -114,3 +119,33 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (nn.Parameter, Int8Weight)) and len(value.size()) == 2
+
+
+def _linear_of_addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.t(), bias)
+
+
+def _linear_of_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.t())
+
+
+def decomposed(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
+    """What to call, under the function mode, in place of ``func`` with the same arguments; None for most functions."""
+    if func is F.multi_head_attention_forward:
+        return multi_head_attention_forward
+    if func in _ADDMM and not kwargs and len(args) == 3 and _is_weight(args[2]):
+        bias = args[0]
+        return _linear_of_addmm if isinstance(bias, nn.Parameter) and len(bias.size()) == 1 else None
+    if func in _MATMUL and not kwargs and len(args) == 2 and _is_weight(args[1]) and not _is_weight(args[0]):
+        return _linear_of_matmul
+    return None
+
+
+_ADDMM = frozenset({torch.addmm, torch.Tensor.addmm})
+_MATMUL = frozenset({torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__})
+#: Functions that ``decomposed`` may have an answer for.
+DECOMPOSABLE = _ADDMM | _MATMUL | {F.multi_head_attention_forward}
