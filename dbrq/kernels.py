@@ -308,17 +308,15 @@ class PackedConv:
         A zero point other than 0 makes the kernel reorder its weights at every call. Without padding its effect is a
         constant per output channel, so it goes into the bias; with padding the input is first padded by hand.
         """
+        zero_point, padding, bias = qparams.zero_point, self.padding, self.bias
+        if zero_point and any(padding) and q.numel() <= _PAD_BY_HAND_BELOW:
+            q = _pad_zero_point(q, padding, zero_point)  # and into channels_last, in the same copy
+            padding = [0] * self.ndim
         if self.ndim == 2:
             q = q.contiguous(memory_format=torch.channels_last)
-        zero_point, padding = qparams.zero_point, self.padding
-        if zero_point == 0:
-            return q, 0, self._pack(padding, q.shape), self.bias, padding
-        if any(padding):
-            if q.numel() > _PAD_BY_HAND_BELOW:
-                return q, zero_point, self._pack(padding, q.shape), self.bias, padding
-            q = _pad_zero_point(q, padding, zero_point)
-            padding = [0] * self.ndim
-        return q, 0, self._pack(padding, q.shape), self._bias_with_zero_point(qparams), padding
+        if zero_point and not any(padding):
+            zero_point, bias = 0, self._bias_with_zero_point(qparams)
+        return q, zero_point, self._pack(padding, q.shape), bias, padding
 
     def _pack(self, padding: list[int], shape: torch.Size) -> Tensor:
         """The weight in the layout the kernel wants for this input shape; with another it would reorder at every

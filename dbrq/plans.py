@@ -50,9 +50,14 @@ class PoolPlan(Plan):
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         found = self.read_int8(call, bound[0], 0)
-        if found is not None:
-            bound[0] = dequantize(*found)
-        return self.write(self.run_plain(bound))
+        if found is None:
+            return self.write(self.run_plain(bound))
+        q, qparams = found
+        if qparams.zero_point and not self.row.name.startswith(("adaptive", "mean")):  # padding counts as zeros
+            return self.write(run_float(self.row, [dequantize(q, qparams), *bound[1:]]))
+        # Averaging is linear: shift and scale the few results rather than the many inputs.
+        pooled = run_float(self.row, [q.to(torch.float32), *bound[1:]])
+        return self.write(pooled.sub_(qparams.zero_point).mul_(qparams.scale))
 
 
 class SharePlan(Plan):

@@ -131,7 +131,8 @@ def convert_weights(
     """Put int8 buffers in place of the parameters that int8 ops read.
 
     Returns:
-        The axis of each one's scales, and those that stay, beside their int8 form, because an op in float reads them too.
+        The axis of each one's scales, and those that stay, beside their int8 form, because an op in float reads them
+        too.
     """
     readers: dict[tuple[str, str], list[SeenOp]] = {}
     for op in record_ops:
