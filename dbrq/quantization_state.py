@@ -191,7 +191,12 @@ class ObserveHook:
         self.fakes = self.weight_fake_quant is not None or any(_is_fake_quantize(o) for _, o in self.observers)
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
-        return self.module(call, leaf, (x,), {})
+        if self.fakes or not isinstance(x, Tensor):
+            return self.module(call, leaf, (x,), {})
+        with _disabled():
+            if self.observers and x.numel():
+                self._seen(self.observers[0][1], x)
+            return leaf.original(x)
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
         with _disabled():
@@ -219,21 +224,7 @@ class ObserveHook:
             x = found.get(slot)
             if x is None or not x.numel():
                 continue
-            try:
-                seen = (
-                    self._fake_quantized(observer, x)
-                    if _is_fake_quantize(observer)
-                    else observer(_observable(observer, x.detach()))
-                )
-            except CalibrationError as error:
-                raise CalibrationError(
-                    "a value seen in calibration cannot be quantized",
-                    path=self.op.owner,
-                    op=self.op.path,
-                    expected="finite values",
-                    got=error.got or error.message,
-                    hint="check the calibration data, or set this op's qconfig to None",
-                ) from error
+            seen = self._seen(observer, x)
             if _is_fake_quantize(observer):
                 _place(bound, self.row, slot, seen)
                 changed = True
@@ -241,6 +232,21 @@ class ObserveHook:
             bound[1] = self._fake_weight(bound[1])
             changed = True
         return changed
+
+    def _seen(self, observer: nn.Module, x: Tensor) -> Tensor:
+        try:
+            if _is_fake_quantize(observer):
+                return self._fake_quantized(observer, x)
+            return observer(_observable(observer, x.detach()))
+        except CalibrationError as error:
+            raise CalibrationError(
+                "a value seen in calibration cannot be quantized",
+                path=self.op.owner,
+                op=self.op.path,
+                expected="finite values",
+                got=error.got or error.message,
+                hint="check the calibration data, or set this op's qconfig to None",
+            ) from error
 
     def _fake_quantized(self, fake_quantize: nn.Module, x: Tensor) -> Tensor:
         """Several ops may read one value: it is observed and rounded once."""
