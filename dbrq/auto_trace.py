@@ -14,6 +14,7 @@ All bookkeeping of a run (which op are we at) is in ``RunCall`` and its frames, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -127,6 +128,20 @@ class InterceptedForward:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @functools.cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of what forward takes by position."""
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return tuple(p.name for p in self.__signature__.parameters.values() if p.kind in positional)
+
+    def tensors_by_name(self, args: tuple, kwargs: dict) -> dict[str, list[Tensor]]:
+        """The tensors of a call, argument by argument, however it is spelled."""
+        names = self.parameter_names
+        given = dict(zip(names, args, strict=False))
+        given.update({f"*{i}": value for i, value in enumerate(args[len(names) :])})
+        given.update(kwargs)
+        return {name: [leaf for leaf in tree_leaves(v) if isinstance(leaf, Tensor)] for name, v in given.items()}
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
@@ -187,16 +202,17 @@ class RunCall(TorchFunctionMode):
             with torch.set_grad_enabled(gradient), self:
                 if intercepted.state is None:
                     return self._leave(self._leaf_alone(intercepted, args, kwargs))
-                self._tag_inputs(intercepted.state, args, kwargs)
+                self._tag_inputs(intercepted, args, kwargs)
                 return self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call = previous
 
-    def _tag_inputs(self, state: AutoQuantizationState, args: tuple, kwargs: dict) -> None:
-        tags = state.input_tags()
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for leaf, tag in zip(leaves, tags, strict=False):
-            self.input_tags[id(leaf)] = tag
+    def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
+        assert intercepted.state is not None
+        tags = intercepted.state.input_tags()
+        for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
+            for tensor, tag in zip(tensors, tags.get(name, ()), strict=False):
+                self.input_tags[id(tensor)] = tag
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""

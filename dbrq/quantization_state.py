@@ -78,8 +78,8 @@ class AutoQuantizationState(nn.Module):
     def ops(self) -> list[SeenOp]:
         return [op for call in self.calls for path in call.paths for op in path]
 
-    def input_tags(self) -> tuple[Tag, ...]:
-        return self.calls[0].input_tags if self.calls else ()
+    def input_tags(self) -> dict[str, tuple[Tag, ...]]:
+        return self.calls[0].input_tags if self.calls else {}
 
     def deviation(self, hooks: list[Hook], index: int, got: str) -> DeviationError:
         expected = "the end of forward"

@@ -204,7 +204,7 @@ class SeenCall:
     """
 
     paths: list[list[SeenOp]] = field(default_factory=lambda: [[]])
-    input_tags: tuple[Tag, ...] = ()
+    input_tags: dict[str, tuple[Tag, ...]] = field(default_factory=dict)
 
 
 @dataclass

@@ -187,9 +187,9 @@ class Watch(TorchFunctionMode):
 
     def _module(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         calls = self.record.calls.setdefault(intercepted.path, [])
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _disabled():
-            call = SeenCall(input_tags=tuple(self._value(t).info.tag for t in tensors))
+            tensors = intercepted.tensors_by_name(args, kwargs)
+            call = SeenCall(input_tags={n: tuple(self._value(t).info.tag for t in ts) for n, ts in tensors.items()})
         calls.append(call)
         outer, self.frame = self.frame, _Frame(intercepted.path, call, len(calls) - 1)
         leaf, self.leaf = self.leaf, None

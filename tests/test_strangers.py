@@ -26,8 +26,15 @@ def test_same_padding_that_is_uneven(options):
     assert sqnr(run(model, X), got) > 30
 
 
-@pytest.mark.parametrize("between", [nn.Upsample(scale_factor=2), nn.UpsamplingNearest2d(scale_factor=2),
-                                     nn.UpsamplingBilinear2d(scale_factor=2), nn.SyncBatchNorm(8)], ids=str)  # fmt: skip
+BETWEEN = [
+    nn.Upsample(scale_factor=2),
+    nn.UpsamplingNearest2d(scale_factor=2),
+    nn.UpsamplingBilinear2d(scale_factor=2),
+    nn.SyncBatchNorm(8),
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=str)
 def test_modules_of_torch_that_have_no_row_but_call_functions_that_do(between):
     model = nn.Sequential(nn.Conv2d(3, 8, 1), between, nn.Conv2d(8, 4, 1)).eval()
     assert sqnr(run(model, X), run(quantized(model, X), X)) > 30
@@ -157,3 +164,25 @@ def test_attention_counts_in_the_coverage_of_everything():
     linear, attention = 8 * 16 * 48, 2 * 8 * 8 * 16
     assert report.coverage == 1.0
     assert report.coverage_all == pytest.approx(linear / (linear + attention))
+
+
+def test_inputs_are_known_by_name_however_the_call_is_spelled():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 4), nn.Linear(16, 4)
+
+        def forward(self, x, mask=None, y=None):
+            out = self.a(x) + self.b(y)
+            return out if mask is None else out * mask
+
+    model = Two().eval()
+    x, y = Z, 100 * Z.flip(0)
+    prepared = dbrq.prepare(model, {"x": x, "y": y})
+    run(prepared, {"y": y, "x": x})
+    converted = dbrq.convert(prepared, strict=True)
+    expected = run(model, {"x": x, "y": y})
+    for spelled in ({"y": y, "x": x}, (x, None, y)):
+        assert sqnr(expected, run(converted, spelled)) > 30
+    with torch.no_grad():
+        assert torch.equal(converted(x, y=y), converted(y=y, x=x))
