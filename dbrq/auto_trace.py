@@ -280,7 +280,7 @@ class RunCall(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and hook.reads:
                     self.input_tags[id(leaf)] = hook.reads[0].tag
-            return tree_map(plain, hook.module(self, intercepted, args, kwargs, alone=True))
+            return tree_map(plain, hook.module(self, intercepted, args, kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or _NO_KWARGS

@@ -60,7 +60,6 @@ class ComputePlan(Plan):
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
         self.contiguous = op.result.contiguous
         self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
-        self.adds = any(step.op.name == "add" for step in self.steps)
         self.same_padding = _asymmetric_padding(op)
         self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
@@ -75,11 +74,9 @@ class ComputePlan(Plan):
                     return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
         return self.module(call, leaf, (x,), {})
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
-        if kwargs or alone:
-            return (
-                plain(super().module(call, leaf, args, kwargs)) if alone else super().module(call, leaf, args, kwargs)
-            )
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        if kwargs or self.op.bias_computed:
+            return super().module(call, leaf, args, kwargs)
         with _disabled():
             return self.run(call, args)
 
@@ -266,13 +263,10 @@ class FusedPlan(Plan):
         if not self.adds or kwargs or len(args) != 2:
             return super().function(call, func, spelling, args, kwargs)
         x, other = args
-        swapped = not self._continues(x)
-        if swapped:
+        if not self._continues(x) and not spelling.inplace:
             x, other = other, x
-        if not (self._continues(x) if swapped else True):
-            return super().function(call, func, spelling, args, kwargs)
-        read = self._other(call, other)
-        if read is None or (spelling.inplace and swapped):
+        read = self._other(call, other) if self._continues(x) else None
+        if read is None:
             return super().function(call, func, spelling, args, kwargs)
         fused = x.deferred
         return self._continue(x, Fused(fused.plan, fused.q, fused.qparams, read), spelling.inplace)

@@ -68,6 +68,11 @@ class OpRow:
     ndim: int = 0
     reason: str = ""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters, in order."""
+        return _names(self.params)
+
     def __reduce__(self) -> tuple:
         return _row, (self.name,)
 
@@ -87,7 +92,7 @@ class Spelling:
     @functools.cached_property
     def _tail(self) -> list[Any] | None:
         """Defaults in the row's order, if this spelling has that order too."""
-        names = _names(self.row.params)
+        names = self.row.names
         return [self.defaults.get(n) for n in names] if self.names == names else None
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -97,13 +102,14 @@ class Spelling:
         values = {**self.defaults, **dict(zip(self.names, args, strict=False))}
         for name, value in kwargs.items():
             values[_ALIASES.get(name, name)] = value
-        return [values.get(name) for name in _names(self.row.params)]
+        return [values.get(name) for name in self.row.names]
 
 
 #: Names that torch's functions also give their parameters.
 _ALIASES = {"tensors": "input", "self": "input", "tensor1": "input", "mat2": "other", "tensor2": "other", "axis": "dim"}
 
 
+@functools.cache
 def _names(params: str) -> tuple[str, ...]:
     return tuple(item.partition("=")[0] for item in params.split())
 
@@ -424,8 +430,7 @@ def mutates(func: Callable) -> bool:
 
 def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:
     """Whether the arguments of a call say ``inplace=True``."""
-    names = _names(row.params)
-    return "inplace" in names and bool(bound[names.index("inplace")])
+    return "inplace" in row.names and bool(bound[row.names.index("inplace")])
 
 
 def function_name(func: Callable) -> str:

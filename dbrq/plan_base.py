@@ -46,7 +46,7 @@ class Plan:
         """The op as a leaf module with one argument; the hot path, runs under the function mode."""
         return self.module(call, leaf, (x,), {})
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """The op as a leaf module."""
         with _disabled():
             if self.op.decision.precision == "float":

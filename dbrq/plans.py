@@ -162,7 +162,7 @@ class RecurrentPlan(Plan):
         self._packed: tuple[Watched, dict[str, PackedLinear]] | None = None
         self.reduce_range = bool(getattr(op.qconfig.activation(), "reduce_range", False))  # type: ignore[union-attr]
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad(), _disabled():
             args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)

@@ -6,6 +6,7 @@ state changes during a run, except what observers collect.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,9 +41,7 @@ class Hook(Protocol):
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
 
-    def module(
-        self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False
-    ) -> Any: ...
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any: ...
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any: ...
 
@@ -57,7 +56,8 @@ class AutoQuantizationState(nn.Module):
         weight_fake_quants: op path -> fake quantize of its weight, in quantization aware training.
         scale, zero_point: after conversion, the qparams of the values in ``slots``: float32 ``[n]`` and int64 ``[n]``.
         anchor: an empty parameter where conversion left the module none, for code that asks
-        ``next(self.parameters())``. modules: path -> module, for the leaves and parameters that the ops here use.
+            ``next(self.parameters())``.
+        modules_by_path: path -> module, for the leaves and parameters that the ops here use.
     """
 
     def __init__(self, path: str, token: ModelToken, calls: list[SeenCall], modules: dict[str, nn.Module]) -> None:
@@ -138,8 +138,6 @@ class AutoQuantizationState(nn.Module):
         return {**self.__dict__, "_hooks": {}}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
-        import copy
-
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -198,9 +196,9 @@ class ObserveHook:
                 self._seen(self.observers[0][1], x)
             return leaf.original(x)
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict, alone: bool = False) -> Any:
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with _disabled():
-            if alone or (not self.observers and not self.fakes):
+            if not self.observers and not self.fakes:
                 return leaf.original(*args, **kwargs)
             bound = bind_leaf(leaf, args, kwargs)
             if not self._observe(bound):

@@ -4,14 +4,13 @@ quantize.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .mappings import OpRow
+from .mappings import OpRow, asks_inplace
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "add": lambda x, other, alpha=1: torch.add(x, other, alpha=alpha),
@@ -34,19 +33,13 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 def run_float(row: OpRow, bound: Sequence[Any], pad: tuple[tuple[int, ...], str] | None = None) -> Any:
     """The op on plain tensors, never in place. ``pad`` is a convolution's padding of another kind than zeros."""
-    place = _inplace_at(row)
-    if place is not None and bound[place]:
+    if asks_inplace(row, bound):
+        place = row.names.index("inplace")
         bound = [*bound[:place], False, *bound[place + 1 :]]
     if pad is not None:
         bound = [F.pad(bound[0], pad[0], mode=pad[1]), *bound[1:4], 0, *bound[5:]]
     function = _SPECIAL.get(row.name) or row.functions[0]
     return function(*bound)
-
-
-@functools.cache
-def _inplace_at(row: OpRow) -> int | None:
-    names = [item.partition("=")[0] for item in row.params.split()]
-    return names.index("inplace") if "inplace" in names else None
 
 
 def _tensor(x: Any, other: torch.Tensor) -> torch.Tensor:

@@ -111,12 +111,13 @@ class Watch(TorchFunctionMode):
         self._ids: dict[int, tuple[weakref.ref, int]] = {}
         self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._occurrences: dict[tuple, int] = defaultdict(int)
-        self._parameters = self._find_parameters(model)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._parameters = self._find_parameters()
         self._root = self._intercept(model)
 
-    def _find_parameters(self, model: nn.Module) -> dict[int, tuple[str, str]]:
+    def _find_parameters(self) -> dict[int, tuple[str, str]]:
         found: dict[int, tuple[str, str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
+        for path, module in self._modules.items():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or tensor.device.type == "meta":
                     continue
@@ -427,7 +428,7 @@ class Watch(TorchFunctionMode):
         key = None if storage is None else self._parameters.get(storage)
         if key is None or tensor.dtype is not torch.float32:
             return None
-        owner = dict(self.model.named_modules(remove_duplicate=False))[key[0]]
+        owner = self._modules[key[0]]
         registered = owner._parameters.get(key[1])
         registered = owner._buffers[key[1]] if registered is None else registered
         assert registered is not None

@@ -60,7 +60,9 @@ class QuantizedModelToken(ModelToken):
         return output
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
-        """The hook of the first op recorded for a leaf module."""
+        """The hook of the first op recorded for a leaf module; None while observing, as a leaf alone is no run."""
+        if self.phase == "observe":
+            return None
         for op in self.record.hooked():
             if op.leaf == intercepted.path:
                 hooks = self.states[op.owner].hooks(op.call)

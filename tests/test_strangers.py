@@ -186,3 +186,13 @@ def test_inputs_are_known_by_name_however_the_call_is_spelled():
         assert sqnr(expected, run(converted, spelled)) > 30
     with torch.no_grad():
         assert torch.equal(converted(x, y=y), converted(y=y, x=x))
+
+
+def test_a_leaf_whose_bias_is_parametrized():
+    class Doubled(nn.Module):
+        def forward(self, bias):
+            return 2 * bias
+
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", Doubled())
+    assert sqnr(run(model.eval(), Z), run(quantized(model, Z), Z)) > 25
