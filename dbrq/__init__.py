@@ -19,11 +19,13 @@ from .errors import (
     NotCalibratedError,
     QuantizationError,
     RecipeError,
+    RewriteError,
 )
 from .fusion import find_fusions
 from .observers import HistogramObserver, default_qconfig_mapping
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
+from .rewriter import rewrite
 from .saving import load, save
 from .workflow import calibrate, convert, prepare, quantize
 
@@ -39,6 +41,7 @@ __all__ = [
     "NotCalibratedError",
     "QuantizationError",
     "RecipeError",
+    "RewriteError",
     "calibrate",
     "compare",
     "convert",
@@ -50,6 +53,7 @@ __all__ = [
     "prepare",
     "quantize",
     "report",
+    "rewrite",
     "save",
     "save_recipe",
 ]

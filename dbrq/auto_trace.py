@@ -237,9 +237,8 @@ class RunCall(TorchFunctionMode):
         self.counts[id(state)] = count + 1
         parent = self.frame
         hooks = state.hooks(count)
-        if hooks is None:  # kept in float: the subtree runs as the user wrote it
-            with _disabled():
-                return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+        if hooks is None:
+            return self._opaque(intercepted, args, kwargs)
         self.frame = Frame(state, hooks)
         try:
             if intercepted.row is not None:
@@ -250,6 +249,11 @@ class RunCall(TorchFunctionMode):
             return output
         finally:
             self.frame = parent
+
+    def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A module that is kept in float: the subtree runs as the user wrote it."""
+        with _disabled():
+            return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     # Op hooks
 
@@ -293,7 +297,7 @@ class RunCall(TorchFunctionMode):
         row = spelling.row
         if row.role is Role.PASS:
             return self._pass(func, row, args, kwargs)
-        if row.role is Role.FLOAT or not _has_float(args, kwargs):
+        if row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
         hook = self.frame.next(row, None)
         if self.log_hooks:
@@ -392,7 +396,7 @@ def _untagged(leaf: Any) -> Any:
 INT8 = "_dbrq_int8"
 
 
-def _has_float(args: tuple, kwargs: dict) -> bool:
+def has_float(args: tuple, kwargs: dict) -> bool:
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, Tensor):
             if arg.dtype.is_floating_point:

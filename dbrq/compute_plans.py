@@ -60,7 +60,7 @@ class ComputePlan(Plan):
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
         self.contiguous = op.result.contiguous
         self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
-        self.same_padding = _asymmetric_padding(op)
+        self.same_padding = asymmetric_padding(op)
         self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
 
@@ -233,7 +233,7 @@ class ComputePlan(Plan):
         return result.contiguous() if self.contiguous else result
 
 
-def _asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
+def asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
     """Padding in ``F.pad``'s order where ``"same"`` asks for more on the right than on the left; None elsewhere."""
     if not op.row.ndim or op.constants[4] != "same":
         return None

@@ -66,6 +66,10 @@ class KernelInputError(QuantizationError):
     """Input whose rank, shape or dtype no kernel takes."""
 
 
+class RewriteError(QuantizationError):
+    """The model cannot be written as one graph, or the graph cannot be lowered."""
+
+
 class RecipeError(QuantizationError):
     """A recipe file is damaged or belongs to another model."""
 

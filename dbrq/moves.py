@@ -14,25 +14,34 @@ from .kernels import pad_mode
 from .mappings import DROPOUTS, FUNCTIONS, OpRow
 from .tensors import Int8Tensor, Int8Weight, Lazy
 
-_SAME = frozenset({"identity", "contiguous", *DROPOUTS})
+SAME = frozenset({"identity", "contiguous", *DROPOUTS})
 # Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
-_RESHAPED = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as, "ravel": torch.Tensor.flatten}
+RESHAPED = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as, "ravel": torch.Tensor.flatten}
+
+
+def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
+    """Whether ``func`` on an int8 value gives elements of that value, which its qparams fit."""
+    if row.name == "to":
+        return _keeps_float32(func, args, kwargs)
+    bound = FUNCTIONS[func].bind(args, kwargs)
+    if row.name in DROPOUTS:
+        return not (bound[2] and bound[1])
+    if row.name == "pad":  # only zero is sure to be representable
+        return bound[2] != "constant" or not bound[3]
+    return not (row.name == "view" and args[1:] and isinstance(args[1], torch.dtype))
 
 
 def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:
     """``func`` on an int8 activation or weight; None where only float elements will do."""
     if row.name == "to":
-        return subject if _keeps_float32(func, args, kwargs) else None
+        return subject if keeps_qparams(func, row, args, kwargs) else None
     if isinstance(subject, Int8Weight):
-        if row.name in _SAME:
+        if row.name in SAME:
             return subject if row.name == "contiguous" and subject.is_contiguous() else None
         return subject if row.name in ("detach", "data") else subject.moved(func, args[1:], kwargs)
-    if not isinstance(subject, Int8Tensor):
+    if not isinstance(subject, Int8Tensor) or not keeps_qparams(func, row, args, kwargs):
         return None
-    if row.name in DROPOUTS:
-        bound = FUNCTIONS[func].bind(args, kwargs)
-        return None if bound[2] and bound[1] else subject
-    if row.name in _SAME:
+    if row.name in SAME:
         return subject
     if subject.data_u8 is None:
         return None
@@ -42,8 +51,6 @@ def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -
         return subject.view_as_moved(subject.data_u8)
     if row.name == "pad":
         return _pad(subject, *FUNCTIONS[func].bind(args, kwargs)[1:])
-    if row.name == "view" and args[1:] and isinstance(args[1], torch.dtype):
-        return None
     return _on_integers(func, row, subject, args, kwargs)
 
 
@@ -51,7 +58,7 @@ def _on_integers(func: Callable, row: OpRow, subject: Int8Tensor, args: tuple, k
     rest, kwargs = tree_map(_shape_donor, (args[1:], kwargs))
     if kwargs.get("input") is not None:
         kwargs = {k: v for k, v in kwargs.items() if k != "input"}
-    result = _RESHAPED.get(row.name, func)(subject.data_u8, *rest, **kwargs)
+    result = RESHAPED.get(row.name, func)(subject.data_u8, *rest, **kwargs)
     return tree_map(lambda leaf: subject.view_as_moved(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
 
@@ -62,11 +69,9 @@ def _shape_donor(leaf: Any) -> Any:
     return leaf.float_value() if isinstance(leaf, Lazy) else leaf
 
 
-def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8Tensor | None:
+def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8Tensor:
     if mode != "constant":
         return subject.view_as_moved(pad_mode(subject.data_u8, tuple(pads), mode))
-    if value:  # only zero is sure to be representable
-        return None
     return subject.view_as_moved(F.pad(subject.data_u8, tuple(pads), value=subject.qparams.zero_point))
 
 

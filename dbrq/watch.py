@@ -288,7 +288,7 @@ class Watch(TorchFunctionMode):
             index=len(frame.call.paths[0]) if hooked else -1,
             module=path,
             occurrence=occurrence,
-            site=_site(),
+            site=user_line(),
             spelling=spelling,
             inputs=inputs,
             outputs=(),
@@ -506,9 +506,9 @@ def _spelled(func: Callable) -> str:
     return name or getattr(func, "__name__", str(func))
 
 
-def _site() -> str:
+def user_line() -> str:
     """The nearest line of the user's code."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):

@@ -254,7 +254,7 @@ def calibrate(
         CalibrationError: NaN or infinity in a value to quantize.
         DeviationError: an item takes another path than the example did.
     """
-    _token_of(prepared, "observe", "calibrate")
+    token_of(prepared, "observe", "calibrate")
     items = data if max_batches is None else itertools.islice(data, max_batches)
     with torch.no_grad():
         for item in _with_progress(items, progress):
@@ -275,7 +275,7 @@ def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
     return tqdm(data, desc="calibrating", unit="batch", leave=False)
 
 
-def _token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
+def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
     state = state_of(model) if isinstance(model, nn.Module) else None
     if state is None or state.token.phase != phase:
         wanted = "a model that prepare returned" if phase == "observe" else "a model that convert returned"
@@ -301,9 +301,9 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     Raises:
         NotCalibratedError: a value to quantize was never observed.
     """
-    _token_of(prepared, "observe", "convert")
+    token_of(prepared, "observe", "convert")
     target = prepared if inplace else copy.deepcopy(prepared)
-    token = _token_of(target, "observe", "convert")
+    token = token_of(target, "observe", "convert")
     qparams = _all_qparams(token)
     modules = dict(target.named_modules(remove_duplicate=False))
     with torch.inference_mode(False), torch.no_grad():

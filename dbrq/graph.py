@@ -1,0 +1,517 @@
+"""Recording an FX graph from a run on real tensors: nodes, which tensor each one made, and the tensors the graph holds.
+
+``GraphRecorder`` executes every call it records, so it always has real values; sizes and other numbers read from tensors come back
+as traced numbers (symbols.py). A TorchDispatchMode below it sees whatever else touches a traced tensor: a value made behind the
+recorder's back would be frozen into the graph, so using one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .containers import tree_leaves
+from .errors import RewriteError
+from .kernels import QParams
+from .record import ParameterRef, Tag
+from .symbols import Traced, traced, untraced
+from .tensors import Int8Weight, plain
+from .watch import user_line
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
+DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
+
+_OPERATORS: dict[str, tuple[Callable, bool]] = {
+    f"__{prefix}{name}__": (getattr(operator, f"{name}_" if name in ("and", "or") else name), prefix == "r")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+    for prefix in ("", "r")
+}  # fmt: skip
+_OPERATORS |= {f"__{name}__": (getattr(operator, name), False) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")}
+_OPERATORS |= {
+    "__rdiv__": (operator.truediv, True),
+    "__div__": (operator.truediv, False),
+    "__abs__": (abs, False),
+    "__invert__": (operator.invert, False),
+    "__getitem__": (operator.getitem, False),
+    "__bool__": (bool, False),
+    "__int__": (int, False),
+    "__index__": (int, False),
+    "__float__": (float, False),
+}
+_INPLACE = {
+    f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "floordiv", "pow")
+} | {"__itruediv__": "div_", "__idiv__": "div_", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
+     "__imod__": "remainder_", "__ixor__": "bitwise_xor_"}  # fmt: skip
+#: Functions whose number of results depends on sizes: the code that follows was seen for one number.
+_COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
+                      "unsafe_split", "nonzero", "where"})  # fmt: skip
+#: Functions that take their tensors one by one, and in TorchScript as a list.
+_VARIADIC = frozenset({"meshgrid", "broadcast_tensors", "cartesian_prod", "block_diag", "atleast_1d", "atleast_2d",
+                       "atleast_3d"})  # fmt: skip
+_RANDOM = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|exponential|uniform")
+_DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
+
+
+@dataclass(slots=True)
+class Known:
+    """A tensor of the run and what is known of it.
+
+    Attributes:
+        tensor: the tensor, weakly.
+        node: the node that computes it.
+        static: it depends on no input.
+        qparams: what it was dequantized with, if it was.
+        tag: who made it, as in the record.
+        value: its id in the record, inside a fusion.
+        is_input: it is the caller's.
+    """
+
+    tensor: weakref.ref
+    node: fx.Node
+    static: bool = False
+    qparams: QParams | None = None
+    tag: Tag = None
+    value: int | None = None
+    is_input: bool = False
+
+
+class GraphRecorder:
+    """Builds one graph.
+
+    Args:
+        model: the model that runs; the graph takes its parameters and buffers.
+        symbolic: keep sizes free.
+
+    Attributes:
+        graph: the graph so far.
+        root: a tree of modules that holds the graph's tensors under the paths they had in the model.
+        path: path of the module that runs.
+    """
+
+    def __init__(self, model: nn.Module, symbolic: bool) -> None:
+        self.model, self.symbolic = model, symbolic
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self.path = ""
+        self.op: str | None = None
+        self._known: dict[int, Known] = {}
+        self._kept: list[Any] = []  # tensors whose identity must not be reused
+        self._strangers: dict[int, tuple[weakref.ref, str]] = {}
+        self._written: set[int] = set()  # memory that inputs were written to
+        self._executing = 0
+        self.value_decisions = 0
+        self._scalars: dict[tuple, Any] = {}
+        self._decided: set[tuple] = set()
+        self._parts: dict[tuple, Tensor] = {}
+        self._attributes: dict[str, Tensor] = {}
+        self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
+
+    # What is known
+
+    def known(self, tensor: Any) -> Known | None:
+        found = self._known.get(id(tensor))
+        return found if found is not None and found.tensor() is tensor else None
+
+    def bind(self, tensor: Tensor, node: fx.Node, **facts: Any) -> Known:
+        """From now on ``tensor`` is what ``node`` computes."""
+        known = self._known[id(tensor)] = Known(weakref.ref(tensor), node, **facts)
+        self._strangers.pop(id(tensor), None)
+        node.meta.setdefault("dtype", tensor.dtype)
+        node.meta.setdefault("shape", tuple(tensor.shape))
+        return known
+
+    def alias(self, tensor: Tensor, source: Tensor) -> Tensor:
+        """``tensor`` is the same value as ``source``; returns it."""
+        known = self.known(source)
+        if known is not None and tensor is not source:
+            self._known[id(tensor)] = Known(
+                weakref.ref(tensor), known.node, known.static, known.qparams, known.tag, known.value
+            )
+        return tensor
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node for any tensor that an op is given."""
+        if isinstance(tensor, Int8Weight):
+            tensor = self.dequantized_weight(tensor)
+        known = self.known(tensor)
+        if known is not None:
+            return known.node
+        stranger = self._strangers.get(id(tensor))
+        if stranger is not None and stranger[0]() is tensor:
+            raise RewriteError(
+                "a value was computed where the graph cannot follow, such as a ScriptModule or an extension's own code",
+                path=self.path,
+                expected="ops of torch, called from Python",
+                got=f"a tensor {tuple(tensor.shape)} made at {stranger[1]}",
+                hint="write this part in Python, or lower the modules around it one by one",
+            )
+        self._kept.append(tensor)
+        name = self._names.get(id(tensor)) or self._fresh("constant")
+        return self.bind(tensor, self.attribute(name, tensor), static=True).node
+
+    # Tensors the graph holds
+
+    def attribute(self, name: str, tensor: Tensor) -> fx.Node:
+        """A ``get_attr`` node for ``tensor``, registered as ``name`` or, if that is taken, a name like it."""
+        held = self._attributes.get(name)
+        if held is not None and held is not tensor:
+            name = self._fresh(name)
+        if name not in self._attributes:
+            *path, last = name.split(".")
+            module = self.root
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(last, nn.Parameter(tensor.detach(), requires_grad=False))
+            else:
+                module.register_buffer(last, tensor.detach())
+            self._attributes[name] = tensor
+        node = self.graph.create_node("get_attr", name, name=_identifier(name))
+        node.meta.update(dtype=tensor.dtype, shape=tuple(tensor.shape))
+        return node
+
+    def _fresh(self, name: str) -> str:
+        number = 0
+        while f"{name}_{number}" in self._attributes:
+            number += 1
+        return f"{name}_{number}"
+
+    def part(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor made once per ``key`` and held by the graph's run."""
+        if key not in self._parts:
+            self._parts[key] = make()
+        return self._parts[key]
+
+    def weight(self, name: str, int8: Tensor, scale: Tensor) -> Tensor:
+        """Dequantizes int8 ``[out, ...]`` held as ``{name}_int8`` by float32 ``[out]`` held as ``{name}_scale``."""
+        held = {
+            f"{name}_int8": int8.contiguous(),
+            f"{name}_scale": scale,
+            f"{name}_zero_point": torch.zeros(scale.numel(), dtype=torch.int64),
+        }
+        for full, tensor in held.items():
+            self._kept.append(tensor)
+            self.bind(tensor, self.attribute(full, tensor), static=True)
+        int8, scale, zero_point = held.values()
+        return self.call(DEQUANTIZE_PER_CHANNEL, (int8, scale, zero_point, 0, -128, 127, torch.int8), {}, name)
+
+    def dequantized_weight(self, weight: Int8Weight) -> Tensor:
+        """The float elements of an int8 weight that an op reads in float."""
+        key = ("float", id(weight.owner), weight.parameter, weight.geometry)
+
+        def make() -> Tensor:
+            name = self._names.get(id(weight.owner._buffers[f"{weight.parameter}_int8"]), weight.parameter)
+            whole = Int8Weight.whole(weight.owner, weight.parameter, weight.axis)
+            scale = weight.owner._buffers[f"{weight.parameter}_scale"]
+            if weight.axis != 0 or weight.owner._buffers.get(f"{weight.parameter}_zero_point") is not None:
+                value = whole.float_value()
+                self._kept.append(value)
+                self.bind(value, self.attribute(f"{name.removesuffix('_int8')}", value), static=True)
+            else:
+                value = self.weight(name.removesuffix("_int8"), whole.int8(), scale)
+            if not weight.is_whole:
+                value = self.call(torch.as_strided, (value, *weight.geometry), {})
+            self._kept.append(value)
+            return value
+
+        return self.part(key, make)
+
+    def parameter_part(self, ref: ParameterRef, tensor: Tensor) -> Tensor:
+        """A parameter, or a part of one as a tensor of its own."""
+        if ref.whole:
+            return tensor
+
+        def make() -> Tensor:
+            value = tensor.detach().clone()
+            self._names[id(value)] = self._fresh(str(ref))
+            self._kept.append(value)
+            return value
+
+        return self.part(("part", *ref.key, ref.geometry), make)
+
+    # Calls
+
+    def call(self, function: Callable, args: Sequence[Any], kwargs: dict, name: str | None = None) -> Any:
+        """Record ``function(*args, **kwargs)``, run it, and return its result."""
+        kind, target, given, options = self._spelled(function, args, kwargs)
+        static = self._is_static(function, (*given, *options.values()))
+        name = self._node_name(_base_name(target)) if name is None else _identifier(name)
+        node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
+        self._describe(node)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
+        versions = [t._version for t in tensors]
+        result = self.execute(function, args, kwargs)
+        if [t._version for t in tensors] != versions:
+            node.meta["writes"] = True
+            if not static:
+                self._written.update(t.untyped_storage()._cdata for t in tensors[:1])
+        return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), _base_name(target))
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """What to call a tensor that the graph will hold."""
+        self._names.setdefault(id(tensor), name)
+        self._kept.append(tensor)
+
+    def execute(self, function: Callable, args: Sequence[Any], kwargs: dict) -> Any:
+        """Run ``function`` on the plain values, without recording."""
+        args, kwargs = _walk(lambda leaf: plain(untraced(leaf)), (tuple(args), dict(kwargs)))
+        self._executing += 1
+        try:
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+        finally:
+            self._executing -= 1
+
+    def _describe(self, node: fx.Node) -> None:
+        line = user_line()
+        node.meta.update(path=self.path, site=line, op=self.op)
+        file, _, number = line.partition(":")
+        node.stack_trace = f'  File "{file}", line {number or 0}, in {self.path or "forward"}\n'
+
+    def _node_name(self, base: str) -> str:
+        return _identifier(self.path if self.op == self.path else f"{self.path}.{base}")
+
+    def _spelled(self, function: Callable, args: Sequence[Any], kwargs: dict) -> tuple[str, Any, list, dict]:
+        """Node kind, target and arguments, so that the code reads well and TorchScript takes it."""
+        given = list(args)
+        options = {k: v for k, v in kwargs.items() if k not in _DROPPED_KWARGS and not (k == "out" and v is None)}
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            return "call_function", getattr, [given[0], function.__self__.__name__], {}  # type: ignore[attr-defined]
+        if name in _OPERATORS and _is_method(function):
+            target, reflected = _OPERATORS[name]
+            return "call_function", target, given[::-1] if reflected else given, {}
+        if name in _INPLACE and _is_method(function):
+            return "call_method", _INPLACE[name], given, {}
+        if _is_method(function):
+            subject = options.pop("self", None) or options.pop("input", None) if not given else None
+            return "call_method", name, [subject] if not given else given, options
+        if name == "einsum" and len(given) > 2 or name == "einsum" and not isinstance(given[1], (list, tuple)):
+            given = [given[0], list(given[1:])]
+        if name in _VARIADIC and given and isinstance(given[0], Tensor):
+            given = [list(given)]
+        return "call_function", function, given, options
+
+    def _is_static(self, function: Callable, arguments: Sequence[Any]) -> bool:
+        if _RANDOM.search(getattr(function, "__name__", "")):
+            return False
+        for leaf in _leaves(arguments):
+            if isinstance(leaf, Traced):
+                return False
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight):
+                if self.depends(leaf):
+                    return False
+        return True
+
+    def _argument(self, value: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.node_of(leaf)
+            if isinstance(leaf, Traced):
+                return leaf.fx_node
+            if isinstance(leaf, torch.device):
+                return str(leaf)
+            if hasattr(leaf, "dtype") and hasattr(leaf, "item"):  # numpy scalars
+                return leaf.item()
+            return leaf
+
+        return _walk(one, value)
+
+    def _bind_result(self, result: Any, node: fx.Node, static: bool, given: list, name: str) -> Any:
+        if isinstance(result, Tensor):
+            if any(result is g for g in given) and not is_impure(node) and name != "contiguous":
+                self.graph.erase_node(node)
+                return result
+            old = self.known(result)
+            is_input = old is not None and old.is_input
+            self.bind(result, node, static=static and not is_impure(node), is_input=is_input)
+            return result
+        if isinstance(result, (tuple, list)):
+            if name in _COUNTED and not static:
+                count = self.graph.call_function(len, (node,))
+                self.check(count, len(result), "a number of parts")
+            for i, item in enumerate(result):
+                part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
+                self._describe(part)
+                self._bind_result(item, part, static, given, "getitem")
+            return result
+        return result if static else traced(result, node, self)
+
+    # Numbers
+
+    def scalar(self, function: Callable, args: tuple) -> Any:
+        """Record arithmetic on numbers."""
+        nodes = tuple(a.fx_node if isinstance(a, Traced) else a for a in args)
+        result = function(*map(untraced, args))
+        if len(nodes) == 2 and nodes[0] is nodes[1] and isinstance(result, bool):
+            return result
+        key = (function, *((type(n), n) for n in nodes))
+        if key not in self._scalars:
+            node = self.graph.call_function(function, nodes)
+            self._describe(node)
+            self._scalars[key] = traced(result, node, self)
+        return self._scalars[key]
+
+    def size(self, tensor: Tensor, dim: int) -> Any:
+        """One size of a tensor, free unless it depends on no input."""
+        known = self.known(tensor)
+        if not self.symbolic or known is None or known.static:  # written to or not, its size stays
+            return tensor.shape[dim]
+        key = ("size", known.node, dim % tensor.dim())
+        if key not in self._scalars:
+            base = f"{known.node.name}_size_{dim % tensor.dim()}"
+            node = self.graph.create_node("call_method", "size", (known.node, dim % tensor.dim()), name=base)
+            self._describe(node)
+            self._scalars[key] = traced(tensor.shape[dim], node, self)
+        return self._scalars[key]
+
+    def number(self, tensor: Tensor, method: str, *args: Any) -> Any:
+        """``tensor.method(*args)``, a number that is read from the tensor or its shape."""
+        value = self.execute(getattr(torch.Tensor, method), (tensor, *args), {})
+        known = self.known(tensor)
+        if known is None or not self.depends(tensor):
+            return value
+        node = self.graph.create_node("call_method", method, (known.node, *args), name=self._node_name(method))
+        self._describe(node)
+        return traced(value, node, self)
+
+    def decide(self, traced: Traced) -> None:
+        if self._reads_values(traced.fx_node):
+            self.value_decisions += 1
+        self.check(traced.fx_node, traced.value, "a number that the code decides on")
+
+    def _reads_values(self, node: fx.Node) -> bool:
+        """Whether a number depends on elements of a tensor, not on shapes only."""
+        if node.op == "placeholder" or node.target in ("size", "numel", "stride", len):
+            return False
+        return any("dtype" in n.meta or self._reads_values(n) for n in node.all_input_nodes)
+
+    def check(self, node: fx.Node, value: Any, what: str) -> None:
+        """Have the graph assert that ``node`` is ``value``."""
+        if (node, value) in self._decided:
+            return
+        self._decided.add((node, value))
+        condition = node
+        if value is not True:
+            condition = self.graph.call_function(operator.eq, (node, value))
+        place = f"module {self.path or '<root>'}, {user_line()}"
+        message = f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from ({place})"
+        self.graph.call_function(torch._assert, (condition, message))
+
+    # Quantized values
+
+    def quantized(self, tensor: Tensor, qparams: QParams) -> Tensor:
+        """Quantize and dequantize; the result is known to be int8."""
+        base = self.node_of(tensor).name
+        constants = (qparams.scale, qparams.zero_point, qparams.quant_min, qparams.quant_max, torch.uint8)
+        q = self.call(QUANTIZE, (tensor, *constants), {}, name=f"{base}_q")
+        result = self.call(DEQUANTIZE, (q, *constants), {}, name=f"{base}_dq")
+        known = self.known(result)
+        assert known is not None
+        known.qparams = qparams
+        return result
+
+    # Values made out of sight
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See ops that nobody recorded."""
+        with _OutOfSight(self):
+            yield
+
+    def out_of_sight(self, func: Any, given: Any, result: Any) -> None:
+        if self._executing:
+            return
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        if any(self.depends(t) for t in tensors):
+            made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            if func._schema.is_mutable:
+                made += tensors[:1]
+            for tensor in made:
+                self._known.pop(id(tensor), None)
+                self._strangers[id(tensor)] = weakref.ref(tensor), f"{user_line()} by {func}"
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether the elements of ``tensor`` depend on an input."""
+        known = self.known(tensor)
+        stranger = self._strangers.get(id(tensor))
+        if known is not None and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._written:
+            return True
+        return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
+
+
+class _OutOfSight(TorchDispatchMode):
+    def __init__(self, recorder: GraphRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.recorder.out_of_sight(func, (args, kwargs), result)
+        return result
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node does more than compute its result: writes to an argument, or checks something."""
+    if node.op in ("placeholder", "output") or node.meta.get("writes"):
+        return True
+    return node.target is torch._assert or getattr(node.target, "__name__", "") == "check_input"
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase nodes without effect that nothing reads."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_impure(node):
+            graph.erase_node(node)
+
+
+def _is_method(function: Callable) -> bool:
+    name = getattr(function, "__name__", "")
+    if type(function).__name__ in ("method_descriptor", "wrapper_descriptor"):
+        return True
+    return getattr(torch.Tensor, name, None) is function
+
+
+def _base_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "call").rsplit(".", 1)[0]
+
+
+def _identifier(name: str) -> str:
+    name = re.sub(r"\W", "_", name.strip(".")).strip("_")
+    return f"_{name}" if name[:1].isdigit() else name
+
+
+def _walk(fn: Callable[[Any], Any], value: Any) -> Any:
+    """``tree_map`` for arguments of ops: also into slices, and ``torch.Size`` becomes a list."""
+    if isinstance(value, slice):
+        return slice(*(_walk(fn, v) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.Size):
+        return [_walk(fn, v) for v in value]
+    if isinstance(value, (list, tuple)):
+        items = [_walk(fn, v) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {k: _walk(fn, v) for k, v in value.items()}
+    return fn(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _walk(found.append, value)
+    return found

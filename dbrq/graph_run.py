@@ -1,0 +1,518 @@
+"""One run of a converted model that records its Q/DQ graph.
+
+It takes the place of the run that computes in int8 (``RunCall``): the user's Python is the same, the recorded hooks and
+their decisions are the same, but each op is recorded on float tensors, with quantize and dequantize where the
+decisions say that a value is read or written as int8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import moves
+from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
+from .compute_plans import ComputePlan, asymmetric_padding
+from .containers import tree_leaves, tree_map
+from .decompositions import decomposed
+from .errors import DeviationError, RewriteError
+from .graph import GraphRecorder
+from .kernels import along, ints
+from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
+from .plan_base import Plan
+from .plans import EmbeddingPlan
+from .record import Tag
+from .reference import run_float
+from .symbols import Traced
+from .tensors import Int8Weight
+from .watch import bind_leaf, user_line
+from .weights import norm_scale, norm_shift, tensor_of
+
+_GO_ON = object()
+_SAME = moves.SAME | {"to", "clone", "detach", "data"}
+
+
+class GraphRun(RunCall):
+    """Records one run of a converted model.
+
+    Override ``RunCall``'s ways in: ``_leaf`` for leaf modules, ``__torch_function__`` for functions, ``_opaque`` for what is
+    not looked into.
+    """
+
+    def __init__(self, token: ModelToken, recorder: GraphRecorder) -> None:
+        super().__init__(token)
+        self.recorder = recorder
+        self.slow = True
+        self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._plain = 0  # depth inside code whose ops are recorded as they are
+
+    def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """Run the model; returns its output, whose tensors and numbers the recorder knows."""
+        previous, active.call = active.call, self
+        try:
+            with torch.no_grad(), self.recorder.watching(), self:
+                return self.enter(intercepted, args, kwargs)
+        finally:
+            active.call = previous
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Record ops as they are, without hooks."""
+        self._plain += 1
+        try:
+            with self._mode():
+                yield
+        finally:
+            self._plain -= 1
+
+    def _mode(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if torch.overrides._get_current_function_mode() is self else self
+
+    @contextlib.contextmanager
+    def _at(self, path: str, op: str | None = None) -> Iterator[None]:
+        recorder = self.recorder
+        before = recorder.path, recorder.op
+        recorder.path, recorder.op = path, op
+        try:
+            yield
+        finally:
+            recorder.path, recorder.op = before
+
+    # Modules
+
+    def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        with self._at(intercepted.path):
+            return super().enter(intercepted, args, kwargs)
+
+    def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        with self.plainly():
+            output = intercepted.original(*args, **kwargs)
+        given = list(tree_leaves((args, kwargs)))
+        for leaf in tree_leaves(output):
+            known = self.recorder.known(leaf)
+            if known is not None and not any(leaf is g for g in given):
+                known.tag = type(intercepted.module).__name__
+        return output
+
+    def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        row = intercepted.row
+        if row is not None and row.role is Role.PASS:
+            return args[0] if args else next(iter(kwargs.values()))
+        if row is None or self.frame is None or self._plain:
+            return self._opaque(intercepted, args, kwargs)
+        hook = self.frame.next(row, intercepted.path)
+        with self._at(intercepted.path, hook.op.path):
+            if hook.op.decision.precision == "float":
+                with self.plainly():
+                    return self._tagged(hook, intercepted.original(*args, **kwargs))
+            if row.role is Role.RECURRENT:
+                return self._recurrent(hook, intercepted, args, kwargs)
+            bound = bind_leaf(intercepted, args, kwargs)
+            return self._finish(hook, bound[0], self._int8(hook, bound), hook.op.inplace)
+
+    # Functions
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("dequantize", "quantize_per_tensor"):
+            return self.recorder.call(func, args, kwargs)
+        if (special := _SPECIAL.get(name)) is not None and (result := special(self, func, args, kwargs)) is not _GO_ON:
+            return result
+        if not self._plain and (parts := decomposed(func, args, kwargs)) is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if not reads_values(func):
+            return self.recorder.execute(func, args, kwargs)
+        spelling = FUNCTIONS.get(func)
+        if spelling is not None and spelling.row.role is Role.PASS:
+            return self._moved(func, spelling.row, args, kwargs)
+        if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
+            return self._float(func, args, kwargs)
+        assert self.frame is not None
+        hook = self.frame.next(spelling.row, None)
+        with self._at(self.recorder.path, hook.op.path):
+            return self._hooked(hook, func, spelling, args, kwargs)
+
+    def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        if hook.op.decision.precision == "float" or "out" in kwargs:
+            return self._tagged(hook, self.recorder.call(func, args, kwargs))
+        bound = spelling.bind(args, kwargs)
+        inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))
+        return self._finish(hook, bound[0], self._int8(hook, bound), inplace)
+
+    def _float(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        given = list(tree_leaves((args, kwargs)))
+        output = self.recorder.call(func, args, kwargs)
+        for leaf in tree_leaves(output):
+            known = self.recorder.known(leaf)
+            if known is not None and known.tag is None and not any(leaf is g for g in given):
+                known.tag = function_name(func)
+        return output
+
+    def _moved(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
+        """An op that only moves elements: qparams pass through."""
+        subject = args[0] if args else kwargs.get("input")
+        known = self.recorder.known(subject)
+        bound = FUNCTIONS[func].bind(args, kwargs)
+        if row.name in moves.DROPOUTS and not (bound[2] and bound[1]):
+            return subject
+        if known is None or isinstance(subject, Int8Weight):
+            return self.recorder.call(func, args, kwargs)
+        if known.qparams is None or not moves.keeps_qparams(func, row, args, kwargs):
+            output = self.recorder.call(func, args, kwargs)
+            return tree_map(lambda leaf: self._with_tag(leaf, known.tag), output)
+        if row.name in _SAME:
+            return self.recorder.alias(self.recorder.execute(func, args, kwargs), subject)
+        output = self.recorder.call(moves.RESHAPED.get(row.name, func), args, kwargs)
+
+        def int8(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self._with_tag(self.recorder.quantized(leaf, known.qparams), known.tag)
+
+        return tree_map(int8, output)
+
+    def _with_tag(self, leaf: Any, tag: Tag) -> Any:
+        known = self.recorder.known(leaf)
+        if known is not None:
+            known.tag = tag
+        return leaf
+
+    # int8 ops
+
+    def _int8(self, hook: Any, bound: list[Any]) -> Any:
+        """The op with its reads and writes quantized, never in place."""
+        op, decision, row = hook.op, hook.op.decision, hook.row
+        with self.plainly():
+            if decision.member_of is not None:
+                return self._member(hook, bound)
+            if row.role is Role.EMBEDDING:
+                return self._write(hook, self._embedding(hook, bound))
+            if row.role is Role.COMPUTE and row.name != "matmul":
+                return self._compute(hook, bound)
+            values = list(bound[0]) if row.name in ("cat", "stack") else bound
+            for number, read in enumerate(hook.reads):
+                x = self._read(hook, values[read.slot], number)
+                if x is None:
+                    return self._write(hook, run_float(row, bound))
+                if row.role is Role.SHARE and self.recorder.known(x).qparams != hook.out:  # type: ignore[union-attr]
+                    x = self.recorder.quantized(x, hook.out)
+                values[read.slot] = x
+            if row.name in ("cat", "stack"):
+                bound = [values, *bound[1:]]
+            return self._write(hook, run_float(row, bound, op.pad))
+
+    def _compute(self, hook: ComputePlan, bound: Sequence[Any]) -> Any:
+        """A convolution or linear layer, batch norm folded into its weight."""
+        op, row = hook.op, hook.row
+        weight, bias = self._weight(hook, hook.folds)
+        if op.decision.mode != "static":
+            x = bound[0] if op.decision.mode == "weight_only" else self._dynamic(hook, bound[0])
+            return self._with_tag(run_float(row, [x, weight, bias]), op.result.tag)
+        x = self._read(hook, bound[0], 0)
+        if x is None:
+            return self._with_tag(run_float(row, bound, op.pad), op.result.tag)
+        qparams = self.recorder.known(x).qparams  # type: ignore[union-attr]
+        rest = list(bound[3:])
+        batched = not row.ndim or x.dim() == row.ndim + 2
+        if not batched:
+            x = self.recorder.quantized(x.unsqueeze(0), qparams)
+        if op.pad is not None:
+            x, rest[1] = self.recorder.quantized(F.pad(x, op.pad[0], mode=op.pad[1]), qparams), 0
+        elif (pads := asymmetric_padding(op)) is not None:
+            x, rest[1] = self.recorder.quantized(F.pad(x, pads), qparams), 0
+        elif row.ndim and isinstance(rest[1], str):
+            kernel = weight.shape[2:]
+            rest[1] = [0] * row.ndim if rest[1] == "valid" else [
+                d * (k - 1) // 2 for d, k in zip(ints(rest[2], row.ndim), kernel, strict=True)
+            ]  # fmt: skip
+        result = run_float(row, [x, weight, bias, *rest])
+        if op.bias_computed:
+            result = result + (along(bound[2], 1, result.dim()) if row.ndim else bound[2])
+        if not batched:
+            result = result.squeeze(0)
+        known = self.recorder.known(result)
+        assert known is not None
+        known.value = op.result.id
+        if op.decision.chain and not op.bias_computed:
+            known.tag = op.result.tag
+            return result
+        return self._write(hook, result)
+
+    def _weight(self, hook: ComputePlan, folded: bool) -> tuple[Tensor, Tensor | None]:
+        op, recorder = hook.op, self.recorder
+        assert op.weight is not None
+        key = ("weight", *op.weight.key, op.weight.geometry, hook.steps[0].norm if folded else None)
+
+        def make() -> tuple:
+            modules = hook.modules
+            scale, bias = hook.weight.scale(modules), None
+            if op.bias is not None:
+                bias = recorder.parameter_part(op.bias, tensor_of(op.bias, modules))
+            if folded:
+                factor = norm_scale(hook.steps[0], modules)
+                scale, bias = scale * factor, norm_shift(hook.steps[0], modules, factor, bias)
+                recorder.name(bias, f"{op.weight.path}.bias")
+            int8 = hook.weight.int8(modules)
+            return recorder.weight(str(op.weight), int8, scale), bias
+
+        with torch._C.DisableTorchFunction():
+            return recorder.part(key, make)
+
+    def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
+        """Quantized with qparams of its own values."""
+        top = 127 if hook.reduce_range else 255
+        choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+        scale, zero_point = self.recorder.call(choose, (x, 0, top, 1e-12, torch.uint8), {})
+        constants = (scale, zero_point, 0, top, torch.uint8)
+        ops = torch.ops.quantized_decomposed
+        q = self.recorder.call(ops.quantize_per_tensor.tensor, (x, *constants), {})
+        return self.recorder.call(ops.dequantize_per_tensor.tensor, (q, *constants), {})
+
+    def _member(self, hook: Any, bound: list[Any]) -> Any:
+        """An op fused behind a convolution or linear layer: nothing is quantized between them."""
+        op, expected = hook.op, hook.op.decision.member_of
+        adds = hook.row.role is Role.ELEMENTWISE
+        slots = bound[:2] if adds else bound[:1]
+        slot = next((i for i, x in enumerate(slots) if self._continues(x, expected)), None)
+        if hook.row.role is Role.NORM:
+            if slot is None:
+                raise DeviationError(
+                    "a batch norm reads another value than was recorded", path=op.owner, op=op.path,
+                    hint="rewrite with example_inputs that take the path prepare saw",
+                )  # fmt: skip
+        elif slot is not None and adds and hook.reads:
+            other = self._read(hook, bound[1 - slot], 0)
+            slot = None if other is None else slot
+            bound[1 - slot if slot is not None else 1] = bound[1] if other is None else other
+        result = bound[0] if hook.row.role is Role.NORM else run_float(hook.row, bound)
+        if slot is not None:
+            known = self.recorder.known(result)
+            assert known is not None
+            known.value = op.result.id
+        return self._write(hook, result)
+
+    def _continues(self, x: Any, expected: int) -> bool:
+        known = self.recorder.known(x)
+        return known is not None and known.value == expected
+
+    def _embedding(self, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
+        """Rows are looked up as int8, then scaled."""
+        owner, name = hook.owner, hook.name
+        prefix = f"{hook.op.weight.path}.{name}".lstrip(".")  # type: ignore[union-attr]
+        buffers = owner._buffers
+        held = {s: buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
+        for suffix, tensor in held.items():
+            if tensor is not None:
+                self.recorder.name(tensor, f"{prefix}_{suffix}")
+        int8, scale, zero_point = held.values()
+
+        def rows(index: Tensor) -> Tensor:
+            found = F.embedding(index, int8).to(torch.float32)
+            if zero_point is not None:
+                found = found - (zero_point if hook.axis is None else zero_point[index].unsqueeze(-1))
+            return found * (scale if hook.axis is None else scale[index].unsqueeze(-1))
+
+        index = bound[0]
+        if hook.row.name == "embedding":
+            return rows(index)
+        found = rows(index.flatten())
+        places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
+        padding = None
+        if bound[10] is not None:  # padding entries all look at one row more, which counts as padding
+            found = torch.cat([found, torch.zeros(1, int8.shape[1])])
+            places, padding = places.masked_fill(index == bound[10], index.numel()), -1
+        return F.embedding_bag(places, found, bound[2], None, bound[4], False, bound[6], False, bound[8], bound[9], padding)
+
+    def _recurrent(self, hook: Any, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        raise RewriteError(
+            "a dynamically quantized recurrent layer has no graph form yet", path=intercepted.path, op=hook.op.path,
+            hint="use the converted model, or leave this layer in float (qconfig None) to rewrite the model",
+        )  # fmt: skip
+
+    # Reading and writing values
+
+    def _read(self, hook: Any, x: Any, number: int) -> Tensor | None:
+        """``x`` as quantized and dequantized; None if it is a float value of another origin than the record's."""
+        if not isinstance(x, Tensor):
+            return None
+        known = self.recorder.known(x)
+        if known is not None and known.qparams is not None:
+            return x
+        read = hook.reads[number]
+        tag = None if known is None else known.tag
+        if tag != read.tag:
+            warnings.warn(
+                f"dbrq: {hook.op.path} stays float in the graph: it reads a value made by {tag!r} and was recorded with "
+                f"the value that {read.tag!r} made", stacklevel=2,
+            )  # fmt: skip
+            return None
+        qparams = hook.read_qparams[number]
+        key = ("read", id(x), x._version, qparams)
+        cached = self._reads.get(key)
+        if cached is not None and cached[0] is x:
+            return cached[1]
+        result = self.recorder.quantized(x, qparams)
+        self._reads[key] = x, result
+        return result
+
+    def _write(self, hook: Any, result: Tensor) -> Tensor:
+        if hook.out is not None:
+            result = self.recorder.quantized(result, hook.out)
+        return self._with_tag(result, hook.op.result.tag)
+
+    def _tagged(self, hook: Any, output: Any) -> Any:
+        tags = iter(hook.op.outputs)
+        for leaf in tree_leaves(output):
+            info = next(tags, None) if isinstance(leaf, Tensor) else None
+            if info is not None:
+                self._with_tag(leaf, info.tag)
+        return output
+
+    def _finish(self, hook: Any, target: Any, output: Any, inplace: bool) -> Any:
+        """An in-place int8 op: its target takes the value."""
+        if not inplace or not isinstance(target, Tensor) or output is target:
+            return output
+        known = self.recorder.known(target)
+        if known is not None and known.is_input:  # the caller sees the change
+            self.recorder.call(torch.Tensor.copy_, (target, output), {})
+        else:
+            self.recorder.execute(target.copy_, (output,), {})
+        self.recorder.alias(target, output)
+        return target
+
+
+# What reads shapes and numbers, or is written otherwise in a graph. Each returns ``_GO_ON`` for what it does not serve.
+
+
+def _size(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return run.recorder.size(x, int(dim))
+    return torch.Size([run.recorder.size(x, i) for i in range(len(run.recorder.execute(func, (x,), {})))])
+
+
+def _property(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if func.__self__.__name__ == "shape":  # type: ignore[attr-defined]
+        return _size(run, torch.Tensor.size, args[:1], {})
+    return _GO_ON
+
+
+def _numel(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.number(args[0], "numel") if isinstance(args[0], Tensor) else _GO_ON
+
+
+def _stride(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return run.recorder.number(x, "stride", int(dim))
+    return tuple(run.recorder.number(x, "stride", i) for i in range(run.recorder.execute(torch.Tensor.dim, (x,), {})))
+
+
+def _len(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> int:
+    return int(run.recorder.size(args[0], 0))
+
+
+def _item(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.number(args[0], "item")
+
+
+def _tolist(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    if not x.dim():
+        return _item(run, func, args, kwargs)
+    return [_tolist(run, func, (run.recorder.call(torch.Tensor.__getitem__, (x, i), {}),), {}) for i in range(len(x))]
+
+
+def _number(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    result = run.recorder.call(func, args, kwargs)
+    return result.decided() if isinstance(result, Traced) else result
+
+
+def _iter(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return iter(run.recorder.call(torch.unbind, args[:1], {}))
+
+
+def _contains(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    found = run.recorder.call(torch.any, (run.recorder.call(torch.eq, args, {}),), {})
+    return _number(run, torch.Tensor.__bool__, (found,), {})
+
+
+def _elements(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """All elements leave torch: the graph holds for these."""
+    recorder, x = run.recorder, args[0]
+    known = recorder.known(x)
+    if known is not None and recorder.depends(x):
+        same = recorder.call(torch.equal, (x, recorder.execute(torch.clone, (x,), {})), {})
+        same.decided()
+    return recorder.execute(func, args, kwargs)
+
+
+def _as_it_is(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.execute(func, args, kwargs)
+
+
+def _same(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return args[0]
+
+
+def _deepcopy(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.call(torch.clone, args[:1], {})
+
+
+def _new_tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.call(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
+
+
+def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
+    """``x[index] = value``, as a write to a view or an ``index_put_``."""
+    x, index, value = args
+    recorder = run.recorder
+    indices = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(i, (Tensor, list)) for i in indices):
+        view = recorder.call(torch.Tensor.__getitem__, (x, index), {})
+        if isinstance(value, Tensor):
+            recorder.call(torch.Tensor.copy_, (view, value), {})
+        else:
+            recorder.call(torch.Tensor.fill_, (view, value), {})
+    else:
+        if any(i is None or i is Ellipsis or (isinstance(i, slice) and i != slice(None)) for i in indices):
+            raise RewriteError(
+                "an assignment mixes slices and tensors in its index", path=recorder.path, op="setitem", got=index,
+                hint="write it in two steps: a slice first, then the tensor index",
+            )  # fmt: skip
+        places = [None if isinstance(i, slice) else torch.as_tensor(i) for i in indices]
+        if not isinstance(value, Tensor):
+            value = recorder.call(torch.tensor, (value,), {"dtype": x.dtype})
+        elif value.dtype is not x.dtype:
+            value = recorder.call(torch.Tensor.to, (value, x.dtype), {})
+        recorder.call(torch.Tensor.index_put_, (x, places, value), {})
+    known = recorder.known(x)
+    if known is not None:
+        known.tag = "__setitem__"
+
+
+def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise RewriteError(
+        "a tensor is changed in a way a graph cannot follow", path=run.recorder.path, op=getattr(func, "__name__", "?"),
+        got=user_line(), hint="assign to its elements instead",
+    )  # fmt: skip
+
+
+_SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
+    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride, "__len__": _len,
+    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__": _number,
+    "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
+    "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
+    "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
+    "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
+}  # fmt: skip
