@@ -22,6 +22,7 @@ from .errors import (
     RewriteError,
 )
 from .fusion import find_fusions
+from .lowering import lower
 from .observers import HistogramObserver, default_qconfig_mapping
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_recipe",
     "log_values",
+    "lower",
     "prepare",
     "quantize",
     "report",

@@ -130,8 +130,9 @@ class GraphRecorder:
         """From now on ``tensor`` is what ``node`` computes."""
         known = self._known[id(tensor)] = Known(weakref.ref(tensor), node, **facts)
         self._strangers.pop(id(tensor), None)
-        node.meta.setdefault("dtype", tensor.dtype)
-        node.meta.setdefault("shape", tuple(tensor.shape))
+        with torch._C.DisableTorchFunction():  # the run may be on its way, which would trace the sizes
+            node.meta.setdefault("dtype", tensor.dtype)
+            node.meta.setdefault("shape", tuple(tensor.shape))
         return known
 
     def alias(self, tensor: Tensor, source: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,19 +92,21 @@ def report(model: nn.Module) -> Report:
     """What ``model`` runs in int8 and what in float, op by op.
 
     Args:
-        model: a prepared or converted model. For a prepared one the rows say what conversion will do.
+        model: a prepared, converted or lowered model. For a prepared one the rows say what conversion will do.
 
     Raises:
-        ConfigurationError: the model is neither.
+        ConfigurationError: the model is none of these.
 
     >>> from dbrq import prepare
     >>> rows = report(prepare(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)), torch.zeros(1, 4))).rows
     >>> [(row.path, row.precision) for row in rows]
     [('0', 'int8'), ('1', 'float')]
     """
+    if isinstance(held := getattr(model, LOWERED_REPORT, None), str):
+        return Report(tuple(ReportRow(*row) for row in json.loads(held)))
     state = state_of(model) if isinstance(model, nn.Module) else None
     if state is None:
-        raise ConfigurationError("report reads prepared and converted models", got=type(model).__name__)
+        raise ConfigurationError("report reads prepared, lowered and converted models", got=type(model).__name__)
     seen = state.token.record.ops
     rows = [_row(op) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
@@ -115,6 +119,15 @@ def report(model: nn.Module) -> Report:
 
 
 _WITH_WEIGHTS = (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT, Role.FLOAT, Role.NORM)
+
+
+#: Attribute of a lowered model that holds its report.
+LOWERED_REPORT = "dbrq_report"
+
+
+def rows_as_json(rows: Iterable[ReportRow]) -> list[list]:
+    """Rows as plain lists, for keeping them with a lowered model."""
+    return [list(dataclasses.astuple(row)) for row in rows]
 
 
 def _row(op: SeenOp) -> ReportRow:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import KernelInputError
+from ..errors import KernelInputError
 
 # 1.5 * 2**23: a float32 of this size has a spacing of one, so adding it rounds half to even, in the same pass.
 _ROUND = 12582912.0

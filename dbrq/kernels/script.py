@@ -1,0 +1,476 @@
+"""The kernels as modules that TorchScript takes: what a lowered graph calls.
+
+Shapes, ranks and element types are checked before a kernel sees them, here as in eager mode: some of these ops corrupt memory when
+misused. Weights are kept as int8 and packed when the module is made, loaded or copied, for the input shape of the example.
+The same code runs in Python, where it is slower.
+"""
+
+# ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
+# ruff: noqa: UP006, UP035, UP007, UP045 (TorchScript reads these annotations)
+
+from collections.abc import Sequence
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _PAD_BY_HAND_BELOW, NO_POST_OP, PostOp, QParams
+
+_ROUND = 12582912.0  # see kernels.quantize
+
+
+def _bits(x: Tensor) -> Tensor:
+    """int32 whose low 8 bits are those of a float32 tensor of shifted levels.
+
+    ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the number
+    itself serves, since ``_ROUND`` is a multiple of 256.
+    """
+    if x.is_contiguous():
+        return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.empty([0], dtype=torch.int32).set_(x.permute([0, 2, 3, 1]), 0, x.size(), x.stride())
+    return x.to(torch.int32)
+
+
+class Quantize(nn.Module):
+    """float32 or bfloat16 -> uint8 of the same shape, rounding half to even.
+
+    ``channels_last``: write 4-d results in that layout, in the same pass.
+    """
+
+    __constants__ = ["channels_last", "high", "inverse", "low"]
+    shift: Tensor
+
+    def __init__(self, qparams: QParams, channels_last: bool = False) -> None:
+        super().__init__()
+        self.inverse = 1.0 / qparams.scale
+        self.low, self.high = _ROUND + qparams.quant_min, _ROUND + qparams.quant_max
+        self.channels_last = channels_last
+        self.register_buffer("shift", torch.tensor(_ROUND + qparams.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        bits = _bits(torch.add(self.shift, x, alpha=self.inverse).clamp_(self.low, self.high))
+        if self.channels_last and x.dim() == 4:
+            return bits.to(torch.uint8, memory_format=torch.channels_last)
+        return bits.to(torch.uint8)
+
+
+class Requantize(nn.Module):
+    """uint8 with one scale and zero point -> uint8 with others."""
+
+    __constants__ = ["high", "low", "ratio", "zero_point"]
+
+    def __init__(self, old: QParams, new: QParams) -> None:
+        super().__init__()
+        self.ratio = old.scale / new.scale
+        self.zero_point = old.zero_point
+        self.low, self.high = _ROUND + new.quant_min, _ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(_ROUND + new.zero_point, dtype=torch.float32))
+
+    def forward(self, q: Tensor) -> Tensor:
+        levels = q.to(torch.float32).sub_(self.zero_point)
+        return _bits(torch.add(self.shift, levels, alpha=self.ratio).clamp_(self.low, self.high)).to(torch.uint8)
+
+
+def dequantize(q: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
+    """uint8 -> float32 or bfloat16."""
+    levels = q.to(torch.float32)
+    if zero_point != 0:
+        levels.sub_(zero_point)
+    return levels.mul_(scale).to(dtype)
+
+
+def _output(out: Optional[QParams], dtype: torch.dtype) -> Tuple[float, int, int, int]:
+    """Scale, zero point, kind (0 uint8, 1 float32, 2 bfloat16) and largest level of a kernel's result."""
+    if out is not None:
+        return out.scale, out.zero_point, 0, out.quant_max
+    return 1.0, 0, 1 if dtype is torch.float32 else 2, 255
+
+
+class _Kernel(nn.Module):
+    """What convolutions and linear layers share: the int8 weight, its scales and bias, and how the result is written."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+    zero_points: Tensor
+    packed: Tensor
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], input: QParams, out: Optional[QParams],
+        post_op: PostOp, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        outputs = weight.shape[0]
+        bias = torch.zeros(outputs) if bias is None else bias.detach().to(torch.float32)
+        self.register_buffer("weight", weight.contiguous().clone())
+        self.register_buffer("scale", scale.detach().to(torch.float32).clone())
+        self.register_buffer("bias", bias.clone())
+        self.zero_points = torch.zeros(outputs, dtype=torch.int64)
+        self.input_scale, self.input_zero_point = input.scale, input.zero_point
+        self.output_scale, self.output_zero_point, self.kind, self.top = _output(out, dtype)
+        self.post_op, self.algorithm = post_op.name, post_op.algorithm
+        self.arguments = len(post_op.args)
+        self.first, self.second = (*map(float, post_op.args), 0.0, 0.0)[:2]
+
+    def summed(self, result: Tensor, other: Tensor, other_scale: float, other_zero_point: int) -> Tensor:
+        """A float32 result plus another value, with post-op and quantization, where shapes broadcast."""
+        if other.dtype == torch.uint8:
+            result = result + dequantize(other, other_scale, other_zero_point, torch.float32)
+        else:
+            result = result + other
+        if self.post_op == "relu":
+            result = torch.relu(result)
+        if self.kind == 0:
+            levels = torch.round(result / self.output_scale) + self.output_zero_point
+            return levels.clamp(0, self.top).to(torch.int32).to(torch.uint8)
+        return result.to(torch.float32 if self.kind == 1 else torch.bfloat16)
+
+    def _bias_with_zero_point(self) -> None:
+        """Without padding the input's zero point adds a constant per output channel."""
+        sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
+        self.bias.add_((sums * (-self.input_scale * self.input_zero_point)).to(torch.float32))
+        self.input_zero_point = 0
+
+
+_KERNEL_CONSTANTS = ["input_scale", "input_zero_point", "output_scale", "output_zero_point", "kind", "top", "post_op",
+                     "algorithm", "arguments", "first", "second"]  # fmt: skip
+
+
+class Conv(_Kernel):
+    """conv1d, conv2d or conv3d of a batched uint8 tensor, with a post-op."""
+
+    __constants__ = [*_KERNEL_CONSTANTS, "stride", "padding", "hand_padding", "fill", "dilation", "groups", "channels", "kernel", "shape", "ndim"]  # noqa: E501
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], groups: int, input: QParams, out: Optional[QParams], shape: Sequence[int],
+        post_op: PostOp = NO_POST_OP, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, scale, bias, input, out, post_op, dtype)
+        self.ndim = weight.dim() - 2
+        self.stride, self.dilation, self.groups = tuple(stride), tuple(dilation), groups
+        self.channels, self.kernel = weight.shape[1] * groups, tuple(weight.shape[2:])
+        self.padding, self.hand_padding = tuple(padding), tuple([0] * self.ndim)
+        count = 1
+        for size in shape:
+            count *= size
+        if input.zero_point and any(padding) and count <= _PAD_BY_HAND_BELOW:
+            self.padding, self.hand_padding = self.hand_padding, self.padding
+        self.fill = self.input_zero_point
+        if input.zero_point and not any(self.padding):
+            self._bias_with_zero_point()
+        self.shape = (*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], self.hand_padding, strict=True)))
+        self.packed = self.pack()
+
+    def pack(self) -> Tensor:
+        return torch.ops.onednn.qconv_prepack(
+            self.weight, self.scale, 1.0, 0, self.stride, self.padding, self.dilation, self.groups, self.shape
+        )
+
+    def prepared(self, q: Tensor) -> Tensor:
+        """The input, checked, padded and in the kernel's layout."""
+        assert q.dtype == torch.uint8, "dbrq: an int8 convolution takes uint8"
+        assert q.dim() == self.ndim + 2, f"dbrq: an int8 convolution takes {self.ndim + 2} dimensions and got {q.dim()}"
+        assert q.size(1) == self.channels, f"dbrq: a convolution of {self.channels} channels got {q.size(1)}"
+        assert q.size(0) > 0, "dbrq: int8 kernels take no empty batch"
+        for i in range(self.ndim):
+            room = q.size(i + 2) + 2 * (self.padding[i] + self.hand_padding[i])
+            assert room > self.dilation[i] * (self.kernel[i] - 1), "dbrq: the input is smaller than the convolution's kernel"
+        if self.padded():
+            sizes = list(q.size())
+            for i in range(self.ndim):
+                sizes[i + 2] += 2 * self.hand_padding[i]
+            padded = torch.empty(sizes, dtype=torch.uint8)
+            if self.ndim == 2:
+                padded = padded.contiguous(memory_format=torch.channels_last)
+            padded.fill_(self.fill)
+            inner = padded
+            for i in range(self.ndim):
+                inner = inner.narrow(i + 2, self.hand_padding[i], q.size(i + 2))
+            inner.copy_(q)
+            return padded
+        if self.ndim == 2:
+            return q.contiguous(memory_format=torch.channels_last)
+        return q.contiguous()
+
+    def padded(self) -> bool:
+        for i in range(self.ndim):
+            if self.hand_padding[i] != 0:
+                return True
+        return False
+
+    def forward(self, q: Tensor) -> Tensor:
+        arguments: List[Optional[number]] = []
+        if self.arguments > 0:
+            arguments.append(self.first)
+        if self.arguments > 1:
+            arguments.append(self.second)
+        dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
+        result = torch.ops.onednn.qconv_pointwise(
+            self.prepared(q), self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points,
+            self.bias, self.stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
+            dtype, self.post_op, arguments, self.algorithm,
+        )  # fmt: skip
+        return result if self.top == 255 else result.clamp_(0, self.top)
+
+    @torch.jit.export
+    def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
+        return self.weight, self.scale, self.bias, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
+        self.weight, self.scale, self.bias, self.training = state
+        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
+        self.packed = self.pack()
+
+
+class ConvSum(Conv):
+    """conv2d plus another value [+ relu], written over that value where ``owned``, else over a copy of it.
+
+    The other value and the result are both uint8, or both of ``dtype``.
+    """
+
+    __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned"]
+
+    def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
+        self.owned = owned
+
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+        dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
+        assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
+        q = self.prepared(q)
+        shape = [q.size(0), self.weight.size(0)]
+        for i in range(2):
+            room = q.size(i + 2) + 2 * self.padding[i] - self.dilation[i] * (self.kernel[i] - 1) - 1
+            shape.append(room // self.stride[i] + 1)
+        if list(other.size()) != shape:  # it broadcasts, which the kernel would take for memory that is not there
+            return self.separately(q, other)
+        if self.owned:
+            accumulator = other.contiguous(memory_format=torch.channels_last)
+        else:
+            accumulator = other.clone(memory_format=torch.channels_last)
+        result = torch.ops.onednn.qconv2d_pointwise(
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, accumulator,
+            self.bias, self.stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
+            dtype, self.other_scale, self.other_zero_point, "sum", 1.0, self.post_op, [], "",
+        )  # fmt: skip
+        return result if self.top == 255 else result.clamp_(0, self.top)
+
+    def separately(self, q: Tensor, other: Tensor) -> Tensor:
+        """The same in two steps; ``q`` is prepared."""
+        result = torch.ops.onednn.qconv_pointwise(
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias, self.stride,
+            self.padding, self.dilation, self.groups, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return self.summed(result, other, self.other_scale, self.other_zero_point)
+
+
+class Linear(_Kernel):
+    """linear of a uint8 tensor ``[..., in]``, with a post-op."""
+
+    __constants__ = [*_KERNEL_CONSTANTS]
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], input: QParams, out: Optional[QParams],
+        post_op: PostOp = NO_POST_OP, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, scale, bias, input, out, post_op, dtype)
+        self.packed = self.pack()
+
+    def pack(self) -> Tensor:
+        return torch.ops.onednn.qlinear_prepack(self.weight, None)
+
+    def prepared(self, q: Tensor) -> Tensor:
+        """The input, checked and contiguous."""
+        assert q.dtype == torch.uint8, "dbrq: an int8 linear layer takes uint8"
+        assert q.dim() > 0 and q.size(-1) == self.weight.size(1), f"dbrq: a linear layer of {self.weight.size(1)} inputs got {q.size(-1)}"  # noqa: E501
+        assert q.numel() > 0, "dbrq: int8 kernels take no empty batch"
+        return q.contiguous()
+
+    def forward(self, q: Tensor) -> Tensor:
+        arguments: List[Optional[number]] = []
+        if self.arguments > 0:
+            arguments.append(self.first)
+        if self.arguments > 1:
+            arguments.append(self.second)
+        dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
+        x = self.prepared(q)
+        result = torch.ops.onednn.qlinear_pointwise(
+            x if q.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
+            self.zero_points, self.bias, self.output_scale, self.output_zero_point, dtype, self.post_op, arguments,
+            self.algorithm,
+        )  # fmt: skip
+        if self.top != 255:
+            result = result.clamp_(0, self.top)
+        return result if q.dim() > 1 else result.squeeze(0)
+
+    @torch.jit.export
+    def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
+        return self.weight, self.scale, self.bias, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
+        self.weight, self.scale, self.bias, self.training = state
+        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
+        self.packed = self.pack()
+
+
+class LinearAdd(Linear):
+    """linear plus another value [+ relu].
+
+    A float other is read (``add``); a uint8 one is written over (``sum``) where ``owned``, else copied first.
+    """
+
+    __constants__ = [*Linear.__constants__, "other_scale", "other_zero_point", "binary", "owned"]
+
+    def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
+        self.binary = "add" if other is None else "sum"
+        self.owned = owned
+
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+        x = self.prepared(q)
+        dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
+        expected = list(x.size())
+        expected[-1] = self.weight.size(0)
+        quantized = other.dtype == torch.uint8
+        assert quantized == (self.binary == "sum"), "dbrq: the other operand of a fused add has the wrong type"
+        assert quantized or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
+        if list(other.size()) != expected:
+            result = torch.ops.onednn.qlinear_pointwise(
+                x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
+                self.zero_points, self.bias, 1.0, 0, torch.float32, "none", [], "",
+            )  # fmt: skip
+            return self.summed(result if x.dim() > 1 else result.squeeze(0), other, self.other_scale, self.other_zero_point)
+        other = other.contiguous() if self.owned or self.binary == "add" else other.clone(memory_format=torch.contiguous_format)
+        if x.dim() == 1:
+            x, other = x.unsqueeze(0), other.unsqueeze(0)
+        result = torch.ops.onednn.qlinear_pointwise(
+            x, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, other,
+            self.bias, self.output_scale, self.output_zero_point, dtype, self.other_scale, self.other_zero_point,
+            self.binary, 1.0, self.post_op, [], "",
+        )  # fmt: skip
+        if self.top != 255:
+            result = result.clamp_(0, self.top)
+        return result if q.dim() > 1 else result.squeeze(0)
+
+
+class DynamicLinear(Linear):
+    """linear whose input is quantized with qparams of its own values; float in, float out."""
+
+    __constants__ = [*Linear.__constants__, "levels"]
+
+    def __init__(self, *args, levels: int, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.levels = levels
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.numel() > 0, "dbrq: int8 kernels take no empty batch"
+        assert x.size(-1) == self.weight.size(1), f"dbrq: a linear layer of {self.weight.size(1)} inputs got {x.size(-1)}"
+        arguments: List[Optional[number]] = []
+        dtype = torch.float32 if self.kind == 1 else torch.bfloat16
+        low, high = torch.aminmax(x)
+        bottom, top = min(low.item(), 0.0), max(high.item(), 0.0)
+        scale = max((top - bottom) / self.levels, 1e-12)
+        zero_point = int(min(float(self.levels), max(0.0, float(round(-bottom / scale)))))
+        q = torch.mul(x, 1.0 / scale).round_().add_(zero_point).clamp_(0, self.levels).to(torch.uint8)
+        rows = q.contiguous() if x.dim() > 1 else q.unsqueeze(0)
+        result = torch.ops.onednn.qlinear_pointwise(
+            rows, scale, zero_point, self.packed, self.scale, self.zero_points, self.bias, 1.0, 0, dtype, "none",
+            arguments, "",
+        )  # fmt: skip
+        return result if x.dim() > 1 else result.squeeze(0)
+
+
+def max_pool(
+    q: Tensor, kernel: List[int], stride: List[int], padding: List[int], dilation: List[int], ceil_mode: bool
+) -> Tensor:
+    """Max pooling of a batched uint8 tensor, on the integers; 1, 2 or 3 spatial dimensions."""
+    n = len(kernel)
+    assert q.dim() == n + 2 and q.numel() > 0, "dbrq: an int8 max pool takes a batch that is not empty"
+    if n == 2:
+        return torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
+    if n == 1:
+        wide = torch.ops.quantized.max_pool2d(
+            q.unsqueeze(2), [1, kernel[0]], [1, stride[0]], [0, padding[0]], [1, dilation[0]], ceil_mode
+        )
+        return wide.squeeze(2)
+    return torch.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode).to(torch.uint8)
+
+
+def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
+    """Batched ``a @ b`` of two uint8 tensors -> float32, exact until the last scaling; see ``kernels.int8_matmul``."""
+    assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"
+    assert a.dim() >= 2 and b.dim() >= 2 and a.size(-1) == b.size(-2), "dbrq: an int8 matmul of shapes that do not match"
+    assert a.numel() > 0 and b.numel() > 0, "dbrq: int8 kernels take no empty batch"
+    m, k, n = a.size(-2), a.size(-1), b.size(-1)
+    batch = list(torch.empty(list(a.size())[:-2] + [0]).add(torch.empty(list(b.size())[:-2] + [0])).size())[:-1]
+    left = a.expand(batch + [m, k]).reshape([-1, m, k])
+    right = torch.bitwise_xor(b, 128).to(torch.int8).expand(batch + [k, n]).reshape([-1, k, n])
+    out = torch.empty([left.size(0), m, n], dtype=torch.int32)
+    for i in range(left.size(0)):
+        out[i].copy_(torch._int_mm(left[i], right[i]))
+    result = out.to(torch.float32)
+    shift = zb - 128
+    if za != 0:
+        result.sub_(right.sum([1], keepdim=True, dtype=torch.int32).to(torch.float32), alpha=za)
+    if shift != 0:
+        result.sub_(left.sum([2], keepdim=True, dtype=torch.int32).to(torch.float32), alpha=shift)
+    return result.add_(float(za * shift * k)).mul_(scale).reshape(batch + [m, n])
+
+
+def weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """float ``[..., in]`` times int8 ``[out, in]`` with a scale per output; the activation is not quantized."""
+    out = torch.nn.functional.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """int8 ``[out, ...]`` -> float32."""
+    return weight.to(torch.float32) * scale.reshape([-1] + [1] * (weight.dim() - 1))
+
+
+def levels(q: Tensor) -> Tensor:
+    """The integers, as float32."""
+    return q.to(torch.float32)
+
+
+def scale_levels(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """What averaged integers mean."""
+    return x.sub_(zero_point).mul_(scale)
+
+
+def nearest(q: Tensor, size: Optional[List[int]], scale_factor: Optional[List[float]], mode: str) -> Tensor:
+    """Interpolation that chooses elements, on the integers; torch's kernels take uint8 in some layouts only."""
+    return torch.nn.functional.interpolate(q.to(torch.float32), size, scale_factor, mode).to(torch.int32).to(torch.uint8)
+
+
+def pad(q: Tensor, pads: List[int], zero_point: int) -> Tensor:
+    """Zero padding of a quantized value."""
+    return torch.nn.functional.pad(q, pads, "constant", float(zero_point))
+
+
+def pad_mode(q: Tensor, pads: List[int], mode: str) -> Tensor:
+    """``F.pad`` with mode "circular", "reflect" or "replicate", by indexing; see ``kernels.pad_mode``."""
+    for i in range(len(pads) // 2):
+        left, right = pads[2 * i], pads[2 * i + 1]
+        dim = q.dim() - 1 - i
+        size = q.size(dim)
+        if left != 0 or right != 0:
+            index = torch.arange(-left, size + right)
+            if mode == "circular":
+                assert left <= size and right <= size, "dbrq: circular padding must be at most the input's size"
+                index = index % size
+            elif mode == "replicate":
+                index = index.clamp(0, size - 1)
+            else:
+                assert left < size and right < size, "dbrq: reflect padding must be smaller than the input"
+                index = (size - 1) - ((size - 1) - index.abs()).abs()
+            q = q.index_select(dim, index)
+    return q

@@ -1,0 +1,142 @@
+"""``lower``: from a converted model to what runs it fastest, by way of the Q/DQ graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from ..errors import ConfigurationError, RewriteError
+from ..graph import remove_dead
+from ..report import report, rows_as_json
+from ..rewriter import rewrite
+from . import torchscript
+from .engine import DEBUG, Lowering, fold_constants, sizes_of_integers, verify
+
+VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
+BACKENDS = ("torchscript",)
+
+
+def lower(
+    quantized: nn.Module,
+    example_inputs: Any = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    backend: str = "torchscript",
+    dtype: torch.dtype = torch.float32,
+    verbose: bool = False,
+) -> nn.Module:
+    """A converted model as a graph of fused int8 kernels.
+
+    Args:
+        quantized: what ``convert`` returned. It is not changed.
+        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these shapes; other shapes run,
+            other image sizes perhaps slower.
+        backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
+        dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
+        verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.
+
+    Returns:
+        The lowered model, in eval mode. ``report`` reads it, ``save`` and ``load`` keep it.
+
+    Raises:
+        RewriteError: one graph cannot stand for the model, for the reason and the line that it names.
+        ConfigurationError: no such backend or dtype.
+
+    >>> import dbrq
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> lowered = dbrq.lower(dbrq.quantize(model, [torch.randn(8, 4)]), torch.randn(8, 4))
+    >>> [row.kernel for row in dbrq.report(lowered).rows]
+    ['onednn.qlinear_pointwise + relu', 'fused into 0']
+    """
+    if backend not in BACKENDS:
+        raise ConfigurationError("there is no such backend", expected=" or ".join(BACKENDS), got=backend)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
+    graph = rewrite(quantized, example_inputs, example_kwargs=example_kwargs)
+    lowering = lower_graph(graph, dtype)
+    if verbose or VERBOSE:
+        print(lowering, file=sys.stderr)
+    return _scripted(lowering, quantized)
+
+
+def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lowering:
+    """Apply the torchscript backend's rewrites to a Q/DQ graph, which is used up; the result's ``module`` runs in Python too."""
+    graph.graph.set_codegen(CodeGen())
+    lowering = Lowering(graph, dtype)
+
+    def check(state: Lowering) -> None:
+        verify(state, torchscript.problem)
+
+    fold_constants(lowering)
+    sizes_of_integers(lowering)
+    lowering.apply(torchscript.REWRITES, check if DEBUG else None)
+    torchscript.own_accumulators(lowering)
+    _free_of_strides(lowering)
+    remove_dead(lowering.graph)
+    check(lowering)
+    lowering.module = _rebuilt(lowering)
+    return lowering
+
+
+def _free_of_strides(lowering: Lowering) -> None:
+    """Kernels write channels_last, and the model's code saw contiguous values: no op may depend on it."""
+    graph = lowering.graph
+    writes = any(node.meta.get("writes") for node in graph.nodes)
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target == "view" and not writes:
+            node.target = "reshape"
+        kernel = lowering.modules.get(node.target) if node.op == "call_module" else None
+        read_as_is = writes or any(user.op == "output" for user in node.users)
+        if kernel is not None and node.meta.get("dtype") is not torch.uint8 and len(node.meta.get("shape", ())) == 4 and read_as_is:
+            with graph.inserting_after(node):
+                contiguous = graph.call_method("contiguous", (node,))
+            contiguous.meta = dict(node.meta)
+            node.replace_all_uses_with(contiguous, delete_user_cb=lambda user, own=contiguous: user is not own)
+
+
+def _rebuilt(lowering: Lowering) -> fx.GraphModule:
+    """A module that holds what the graph still uses, and nothing else."""
+    graph = lowering.graph
+    taken = {node.name for node in graph.nodes}
+    for node in graph.nodes:  # what replaced a node takes over its name
+        if (name := node.meta.get("name", node.name)) not in taken:
+            node.name = name
+            taken.add(name)
+    held: dict[str, Any] = {n.target: lowering.tensor(n) for n in graph.nodes if n.op == "get_attr"}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            kernel = lowering.modules[node.target]
+            if any(path.startswith(f"{node.target}.") for path in held if path not in lowering.modules):
+                node.target = f"{node.target}_kernel"  # beside the tensors that ops in float still read
+            held[node.target] = kernel
+    return fx.GraphModule(held, lowering.graph, class_name=type(lowering.module).__name__).eval()
+
+
+def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:
+    from .. import __version__
+
+    module = lowering.module
+    module.dbrq_version = __version__  # type: ignore[assignment]
+    rows = [
+        row if row.precision == "float" else type(row)(row.path, row.op, row.precision, row.reason,
+                                                       lowering.kernels.get(row.path, row.kernel), row.macs)
+        for row in report(quantized).rows
+    ]  # fmt: skip
+    module.dbrq_report = json.dumps(rows_as_json(rows))  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+            return torch.jit.script(module)
+    except Exception as error:
+        raise RewriteError(
+            f"TorchScript does not take the graph: {error}", path="", got=type(quantized).__name__,
+            hint="dbrq.rewrite gives the graph itself, which runs in Python",
+        ) from error

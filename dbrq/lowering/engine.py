@@ -1,0 +1,292 @@
+"""Rewrites of a graph: patterns, guards and replacements in a list, and what every backend needs to apply such lists.
+
+A rewrite names a chain of nodes, from its head on, each the only reader of the one before. Rewrites are tried in order,
+most specific first, each on the whole graph. After each the graph may be verified; everything is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, fx
+
+from ..errors import RewriteError
+from ..graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
+from ..kernels import QParams
+from ..mappings import FUNCTIONS, TABLE, OpRow
+
+log = logging.getLogger("dbrq.lowering")
+#: Verify the graph after every rewrite.
+DEBUG = bool(os.environ.get("DBRQ_DEBUG"))
+
+_OPERATORS = {function: row for row in TABLE for function in row.operators}
+Predicate = Callable[[fx.Node], bool]
+
+
+def is_call(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def is_quantize(node: Any) -> bool:
+    return is_call(node, QUANTIZE)
+
+
+def is_dequantize(node: Any) -> bool:
+    return is_call(node, DEQUANTIZE)
+
+
+def is_weight(node: Any) -> bool:
+    return is_call(node, DEQUANTIZE_PER_CHANNEL)
+
+
+def qparams_of(node: fx.Node) -> QParams:
+    """qparams of a quantize or dequantize node."""
+    scale, zero_point, low, high = node.args[1:5]
+    return QParams(scale, zero_point, low, high)  # type: ignore[arg-type]
+
+
+def row_of(node: Any) -> OpRow | None:
+    """The op table's row of a node."""
+    found = bind(node)
+    return None if found is None else found[0]
+
+
+def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
+    """The row of a node and its arguments in the row's order."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "call_method":
+        spelling = FUNCTIONS.get(getattr(torch.Tensor, node.target, None))  # type: ignore[arg-type]
+    elif node.op == "call_function":
+        if (row := _OPERATORS.get(node.target)) is not None:  # type: ignore[arg-type]
+            return row, [*node.args, *(None for _ in row.names[len(node.args) :])]
+        spelling = FUNCTIONS.get(node.target)  # type: ignore[arg-type]
+    else:
+        return None
+    return None if spelling is None else (spelling.row, spelling.bind(node.args, node.kwargs))
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One rewrite.
+
+    Attributes:
+        name: for the log.
+        pattern: what the head must be, and each node behind it.
+        guard: why the nodes found cannot be replaced, "" if they can.
+        replace: makes the replacement; returns what now runs, in words.
+    """
+
+    name: str
+    pattern: Sequence[Predicate]
+    guard: Callable[[Lowering, Sequence[fx.Node]], str]
+    replace: Callable[[Lowering, Sequence[fx.Node]], str]
+
+    def match(self, head: fx.Node) -> Sequence[fx.Node] | None:
+        """The chain from ``head`` that fits the pattern."""
+        nodes = [head]
+        if not self.pattern[0](head):
+            return None
+        for predicate in self.pattern[1:]:
+            behind = only_user(nodes[-1])
+            if behind is None or is_impure(nodes[-1]) or not predicate(behind):
+                return None
+            nodes.append(behind)
+        return nodes
+
+
+@dataclass
+class Entry:
+    """A line of the log."""
+
+    rewrite: str
+    node: str
+    op: str
+    outcome: str
+
+
+@dataclass
+class Lowering:
+    """A graph on its way down, with the log of what happened to it.
+
+    Attributes:
+        module: the graph and the tensors it holds.
+        dtype: of what stays float.
+        modules: submodules to be called, by path.
+        kernels: op path (as in reports) -> what runs it now.
+    """
+
+    module: fx.GraphModule
+    dtype: torch.dtype = torch.float32
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
+        """Apply each rewrite to the whole graph, in order."""
+        for rewrite in rewrites:
+            refused: set[fx.Node] = set()
+            for node in list(self.graph.nodes):
+                if node.graph is not self.graph or node._erased or (nodes := rewrite.match(node)) is None:
+                    continue
+                head = nodes[0]
+                reason = rewrite.guard(self, nodes)
+                if reason:
+                    if head not in refused:
+                        self.note(rewrite.name, head, f"no: {reason}")
+                    refused.add(head)
+                    continue
+                name, op = head.name, head.meta.get("op")
+                ops = [n.meta.get("op") for n in nodes]
+                kernel = rewrite.replace(self, nodes)
+                self.entries.append(Entry(rewrite.name, name, op or "", kernel))
+                log.info("%s: %s -> %s", rewrite.name, name, kernel)
+                for behind in ops[1:]:
+                    if behind is not None and behind != op and behind not in self.kernels:
+                        self.kernels[behind] = f"fused into {op}"
+                if op is not None:
+                    self.kernels.setdefault(op, kernel)
+            remove_dead(self.graph)
+            if verify is not None:
+                verify(self)
+
+    def note(self, rewrite: str, node: fx.Node, outcome: str) -> None:
+        self.entries.append(Entry(rewrite, node.name, node.meta.get("op") or "", outcome))
+        log.info("%s: %s -> %s", rewrite, node.name, outcome)
+
+    def tensor(self, node: Any) -> Tensor:
+        """The tensor of a ``get_attr`` node."""
+        value: Any = self.module
+        for part in node.target.split("."):
+            value = getattr(value, part)
+        return value
+
+    # Changing the graph
+
+    def call(self, at: fx.Node, target: Any, args: tuple, like: fx.Node, **meta: Any) -> fx.Node:
+        """A new node before ``at`` that calls a function, or the submodule at the path ``target``."""
+        with self.graph.inserting_before(at):
+            kind = "call_module" if isinstance(target, str) else "call_function"
+            node = self.graph.create_node(kind, target, args, name=like.name)
+        node.meta = {**like.meta, "name": like.name, **meta}
+        return node
+
+    def hold(self, path: str, module: torch.nn.Module) -> str:
+        """Keep a submodule to call at ``path`` or a path like it; returns which."""
+        free, number = path, 0
+        while free in self.modules:
+            number += 1
+            free = f"{path}_{number}"
+        self.modules[free] = module
+        return free
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Have all readers of ``old`` read ``new``, and erase ``old`` and what only it read."""
+        old.replace_all_uses_with(new)
+        self.erase(old)
+
+    def erase(self, node: fx.Node) -> None:
+        if node.users or node._erased or node.op in ("placeholder", "output"):
+            return
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for before in inputs:
+            if not is_impure(before):
+                self.erase(before)
+
+    def __str__(self) -> str:
+        return tabulate([[e.rewrite, e.node, e.outcome] for e in self.entries], ["rewrite", "node", "outcome"])
+
+
+def fold_constants(lowering: Lowering) -> None:
+    """Compute what depends on no input once, now."""
+    graph = lowering.graph
+    written = {n for node in graph.nodes if node.meta.get("writes") for n in node.all_input_nodes}
+    if written:  # memory that is written to may be anyone's
+        return
+    known: dict[fx.Node, Any] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            known[node] = lowering.tensor(node)
+            continue
+        inputs = node.all_input_nodes
+        if node.op not in ("call_function", "call_method") or is_impure(node) or is_weight(node) or not inputs:
+            continue
+        if all(n in known for n in inputs) and not node.meta.get("random"):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+            with torch.no_grad():
+                target = node.target
+                known[node] = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    for node, value in known.items():
+        if node.op == "get_attr" or not isinstance(value, Tensor) or not any(user not in known for user in node.users):
+            continue
+        name = f"folded_{node.name}"
+        lowering.module.register_buffer(name, value.contiguous().clone())
+        with graph.inserting_before(node):
+            attribute = graph.create_node("get_attr", name, name=name)
+        attribute.meta = dict(node.meta)
+        for user in list(node.users):
+            if user not in known:
+                user.replace_input_with(node, attribute)
+    for node in reversed(list(graph.nodes)):
+        if node in known and not node.users:
+            graph.erase_node(node)
+
+
+def sizes_of_integers(lowering: Lowering) -> None:
+    """A dequantized value has the shape of its integers."""
+    for node in lowering.graph.nodes:
+        if node.op == "call_method" and node.target in ("size", "numel") and is_dequantize(node.args[0]):
+            node.replace_input_with(node.args[0], node.args[0].args[0])
+
+
+def verify(lowering: Lowering, kernels: Callable[[Lowering, fx.Node], str]) -> None:
+    """Check dtypes, qparams and the order of nodes; raise at the first that is wrong.
+
+    Args:
+        kernels: for each node of a backend's own: what is wrong with it, or "".
+    """
+    owner, lowering.graph.owning_module = lowering.graph.owning_module, None  # submodules come in at the end
+    lowering.graph.lint()
+    lowering.graph.owning_module = owner
+    for node in lowering.graph.nodes:
+        problem = ""
+        if is_quantize(node):
+            problem = _wrong_dtype(node.args[0], (torch.float32, torch.bfloat16))
+        elif is_dequantize(node):
+            problem = _wrong_dtype(node.args[0], (torch.uint8,))
+            source = node.args[0]
+            if not problem and is_quantize(source) and qparams_of(source) != qparams_of(node):
+                problem = "it dequantizes with other qparams than its input was quantized with"
+            made = source.meta.get("qparams") if isinstance(source, fx.Node) else None
+            if not problem and made is not None and made != qparams_of(node):
+                problem = f"it dequantizes with {qparams_of(node)} what was made with {made}"
+        elif node.op in ("call_module", "call_function"):
+            problem = kernels(lowering, node)
+        if problem:
+            raise RewriteError(f"lowering made a wrong graph at {node.name}: {problem}", path=node.meta.get("path"),
+                               op=node.meta.get("op"), hint="please report this")  # fmt: skip
+
+
+def _wrong_dtype(node: Any, expected: tuple[torch.dtype, ...]) -> str:
+    dtype = node.meta.get("dtype") if isinstance(node, fx.Node) else None
+    return "" if dtype in (None, *expected) else f"it reads {dtype}"
+
+
+__all__ = ["DEBUG", "Lowering", "Rewrite", "bind", "fold_constants", "is_call", "is_dequantize", "is_quantize",
+           "is_weight", "only_user", "operator", "qparams_of", "row_of", "sizes_of_integers", "verify"]  # fmt: skip

@@ -1,0 +1,471 @@
+"""The torchscript backend: int8 patterns of the Q/DQ graph become calls of stock torch kernels, one each where there is one.
+
+``REWRITES`` is the whole of it, most specific first. What no rewrite takes is computed in float between ``Quantize`` and ``dequantize``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..graph import QUANTIZE
+from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
+from ..mappings import Role
+from .engine import (
+    Lowering,
+    Predicate,
+    Rewrite,
+    bind,
+    is_call,
+    is_dequantize,
+    is_quantize,
+    is_weight,
+    qparams_of,
+    row_of,
+)
+
+# What nodes may be
+
+
+def _computes(*ndims: int) -> Predicate:
+    """A convolution (by its number of spatial dimensions) or linear layer (0), int8 in and int8 weights."""
+
+    def fits(node: fx.Node) -> bool:
+        found = bind(node)
+        if found is None or found[0].role is not Role.COMPUTE or found[0].name == "matmul" or found[0].ndim not in ndims:
+            return False
+        return is_dequantize(found[1][0]) and is_weight(found[1][1])
+
+    return fits
+
+
+def _named(*names: str) -> Predicate:
+    def fits(node: fx.Node) -> bool:
+        row = row_of(node)
+        return row is not None and row.name in names
+
+    return fits
+
+
+def _activation(node: fx.Node) -> bool:
+    row = row_of(node)
+    return row is not None and row.role is Role.ACTIVATION
+
+
+def _post_op(node: fx.Node) -> PostOp | None:
+    found = bind(node)
+    assert found is not None
+    row, bound = found
+    return None if row.post_op is None else row.post_op(bound)
+
+
+_ADD, _RELU = _named("add"), _named("relu")
+_CONV, _LINEAR = _computes(1, 2, 3), _computes(0)
+
+# Convolutions and linear layers
+
+
+def _fine(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    return ""
+
+
+def _takes_post_op(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    post_op, row = _post_op(nodes[1]), row_of(nodes[0])
+    assert row is not None
+    if post_op is None or post_op.name not in SUPPORTED_POST_OPS[row.ndim]:
+        return f"the stock {row.name} kernel takes no {nodes[1].name}"
+    return ""
+
+
+def _takes_sum(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Whether an add behind a convolution or linear layer can be part of it."""
+    head, add = nodes[:2]
+    row, bound = bind(add)  # type: ignore[misc]
+    head_row = row_of(head)
+    assert head_row is not None
+    if head_row.ndim not in (0, 2):
+        return f"the stock {head_row.name} kernel takes no sum"
+    if bound[2] not in (None, 1):
+        return "the sum is scaled"
+    other = _other(head, add)
+    if other is head or not isinstance(other, fx.Node):
+        return "the other operand is no other tensor"
+    if other.op == "get_attr" or other.meta.get("shape") != head.meta.get("shape"):
+        return "the other operand broadcasts"
+    if other.meta.get("dtype") is not torch.float32:
+        return f"the other operand is {other.meta.get('dtype')}"
+    if is_quantize(nodes[-1]) and head_row.ndim and not is_dequantize(other):
+        return "the stock kernel writes uint8 over uint8 only, and the other operand is float"
+    if not is_quantize(nodes[-1]) and is_dequantize(other) and head_row.ndim == 2 and len(other.users) > 1:
+        return ""
+    return ""
+
+
+def _other(head: fx.Node, add: fx.Node) -> Any:
+    left, right = add.args[0], add.args[1] if len(add.args) > 1 else add.kwargs.get("other")
+    return right if left is head else left
+
+
+def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """One kernel for a convolution or linear layer and what follows it."""
+    head, last = nodes[0], nodes[-1]
+    row, bound = bind(head)  # type: ignore[misc]
+    source = bound[0]
+    out = qparams_of(last) if is_quantize(last) else None
+    add = next((n for n in nodes[1:] if _ADD(n)), None)
+    behind = next((n for n in nodes[1:] if _activation(n)), None)
+    post_op = NO_POST_OP if behind is None else _post_op(behind)
+    weight = {
+        "weight": lowering.tensor(bound[1].args[0]), "scale": lowering.tensor(bound[1].args[1]),
+        "bias": None if bound[2] is None else lowering.tensor(bound[2]), "input": qparams_of(source), "out": out,
+        "post_op": post_op, "dtype": lowering.dtype,
+    }  # fmt: skip
+    if row.ndim:
+        n = row.ndim
+        weight.update(
+            stride=ints(bound[3], n), padding=ints(bound[4], n), dilation=ints(bound[5], n), groups=bound[6],
+            shape=source.meta["shape"],
+        )  # fmt: skip
+    inputs: list[fx.Node] = [source.args[0]]
+    kernel: nn.Module
+    if add is not None:
+        other = _other(head, add)
+        qparams = None
+        if is_dequantize(other) and out is not None:
+            qparams, other = qparams_of(other), other.args[0]
+        kernel = (script.ConvSum if row.ndim else script.LinearAdd)(**weight, other=qparams, owned=False)
+        inputs.append(other)
+    else:
+        kernel = (script.Conv if row.ndim else script.Linear)(**weight)
+    path = lowering.hold(head.meta.get("op") or head.name, kernel)
+    dtype = lowering.dtype if out is None else torch.uint8
+    new = lowering.call(last, path, tuple(inputs), last if out is None else head, dtype=dtype, qparams=out,
+                        shape=last.meta["shape"], op=head.meta.get("op"))  # fmt: skip
+    lowering.replace(last, new)
+    name = "onednn.qlinear_pointwise" if not row.ndim else f"onednn.qconv{row.ndim}d_pointwise"
+    steps = "".join(f" + {row_of(n).name}" for n in nodes[1:] if row_of(n) is not None)  # type: ignore[union-attr]
+    return name + steps + ("" if out is None else " + quantize")
+
+
+def _compute_rewrites() -> list[Rewrite]:
+    chains: list[tuple[str, list[Predicate], Callable]] = [
+        ("_add_relu_quantize", [_ADD, _RELU, is_quantize], _takes_sum),
+        ("_add_quantize", [_ADD, is_quantize], _takes_sum),
+        ("_add_relu", [_ADD, _RELU], _takes_sum),
+        ("_add", [_ADD], _takes_sum),
+        ("_activation_quantize", [_activation, is_quantize], _takes_post_op),
+        ("_activation", [_activation], _takes_post_op),
+        ("_quantize", [is_quantize], _fine),
+        ("", [], _fine),
+    ]
+    return [
+        Rewrite(name + suffix, [head, *steps], guard, _fuse)
+        for suffix, steps, guard in chains
+        for name, head in (("conv", _CONV), ("linear", _LINEAR))
+    ]
+
+
+# Linear layers with other activations
+
+
+def _is_dynamic_linear(node: fx.Node) -> bool:
+    found = bind(node)
+    if found is None or found[0].name != "linear" or not is_weight(found[1][1]):
+        return False
+    return is_call(found[1][0], torch.ops.quantized_decomposed.dequantize_per_tensor.tensor)
+
+
+def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    _, bound = bind(node)  # type: ignore[misc]
+    q = bound[0].args[0]
+    choose = q.args[1].args[0]
+    kernel = script.DynamicLinear(
+        lowering.tensor(bound[1].args[0]), lowering.tensor(bound[1].args[1]),
+        None if bound[2] is None else lowering.tensor(bound[2]), QParams(1.0, 0), None, dtype=lowering.dtype,
+        levels=choose.args[2],
+    )  # fmt: skip
+    path = lowering.hold(node.meta.get("op") or node.name, kernel)
+    lowering.replace(node, lowering.call(node, path, (q.args[0],), node, dtype=lowering.dtype))
+    return "onednn.qlinear_pointwise (dynamic)"
+
+
+def _is_weight_only_linear(node: fx.Node) -> bool:
+    found = bind(node)
+    return found is not None and found[0].name == "linear" and is_weight(found[1][1]) and not is_dequantize(found[1][0])
+
+
+def _weight_only_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    _, bound = bind(node)  # type: ignore[misc]
+    args = (bound[0], bound[1].args[0], bound[1].args[1], bound[2])
+    lowering.replace(node, lowering.call(node, script.weight_only_linear, args, node))
+    return "int8 weights, float activations"
+
+
+# Matmuls
+
+
+def _is_int8_matmul(node: fx.Node) -> bool:
+    found = bind(node)
+    return found is not None and found[0].name == "matmul" and all(map(is_dequantize, found[1][:2]))
+
+
+def _int8_matmul(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """The product, and a division of it, in one scale."""
+    head, last = nodes[0], nodes[-1]
+    _, (a, b) = bind(head)  # type: ignore[misc]
+    qa, qb = qparams_of(a), qparams_of(b)
+    scale = qa.scale * qb.scale
+    if last is not head:
+        scale /= float(bind(last)[1][1])  # type: ignore[index]
+    args = (a.args[0], b.args[0], scale, qa.zero_point, qb.zero_point)
+    lowering.replace(last, lowering.call(last, script.int8_matmul, args, last, op=head.meta.get("op"), dtype=torch.float32))
+    return "aten._int_mm" + (" + div" if last is not head else "")
+
+
+def _divides_by_number(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    _, bound = bind(nodes[-1])  # type: ignore[misc]
+    fine = isinstance(bound[1], (int, float)) and bound[1] != 0 and bound[2] is None and bound[0] is nodes[0]
+    return "" if fine else "the divisor is no number"
+
+
+# On integers
+
+
+def _inputs_of(node: fx.Node) -> list[fx.Node]:
+    found = bind(node)
+    assert found is not None
+    return list(found[1][0]) if found[0].name in ("cat", "stack") else [found[1][0]]
+
+
+def _moves(node: fx.Node) -> bool:
+    """An op that moves or chooses elements of int8 values, all of one scale, and is quantized right after to the same."""
+    row = row_of(node)
+    if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
+        return False
+    sources = _inputs_of(node)
+    if not all(map(is_dequantize, sources)):
+        return False
+    qparams = qparams_of(sources[0])
+    if any(qparams_of(s) != qparams for s in sources):
+        return False
+    readers = [reader for user in node.users for reader in (user.users if is_call(user, operator.getitem) else (user,))]
+    return bool(readers) and all(is_quantize(r) and qparams_of(r) == qparams for r in readers)
+
+
+def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    row, bound = bind(node)  # type: ignore[misc]
+    qparams = qparams_of(_inputs_of(node)[0])
+    if row.name.startswith("max_pool"):
+        n = row.ndim
+        kernel = ints(bound[1], n)
+        stride = kernel if bound[2] is None or bound[2] == [] else ints(bound[2], n)
+        args = (bound[0].args[0], kernel, stride, ints(bound[3], n), ints(bound[4], n), bool(bound[5]))
+        new = lowering.call(node, script.max_pool, args, node, dtype=torch.uint8, qparams=qparams)
+        words = "quantized.max_pool2d"
+    elif row.name == "interpolate":
+        new = lowering.call(node, script.nearest, (bound[0].args[0], *bound[1:3], bound[3]), node, dtype=torch.uint8, qparams=qparams)
+        words = "integers"
+    elif row.name == "pad" and bound[2] == "constant":
+        new = lowering.call(node, script.pad, (bound[0].args[0], bound[1], qparams.zero_point), node, dtype=torch.uint8, qparams=qparams)
+        words = "integers"
+    elif row.name == "pad":
+        new = lowering.call(node, script.pad_mode, (bound[0].args[0], list(bound[1]), bound[2]), node, dtype=torch.uint8, qparams=qparams)
+        words = "integers"
+    else:
+        new = node
+        for source in _inputs_of(node):
+            node.replace_input_with(source, source.args[0])
+        node.meta.update(dtype=torch.uint8, qparams=qparams)
+        words = "integers"
+    for user in list(node.users):
+        if is_call(user, operator.getitem):
+            user.meta.update(dtype=torch.uint8, qparams=qparams)
+            for q in list(user.users):
+                lowering.replace(q, user)
+        else:
+            lowering.replace(user, new)
+    if new is not node:
+        lowering.erase(node)
+    return words
+
+
+def _averages(node: fx.Node) -> bool:
+    row = row_of(node)
+    if row is None or row.role is not Role.POOL or not is_dequantize(_inputs_of(node)[0]):
+        return False
+    # Padding counts as real zeros, which shifting afterwards would not give.
+    return row.name.startswith(("adaptive", "mean")) or not qparams_of(_inputs_of(node)[0]).zero_point
+
+
+def _average_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Averaging is linear: shift and scale the few results rather than the many inputs."""
+    (node,) = nodes
+    source = _inputs_of(node)[0]
+    qparams = qparams_of(source)
+    levels = lowering.call(node, script.levels, (source.args[0],), source, dtype=torch.float32)
+    node.replace_input_with(source, levels)
+    node.meta["dtype"] = torch.float32
+    with lowering.graph.inserting_after(node):
+        scaled = lowering.graph.create_node("call_function", script.scale_levels, (node, qparams.scale, qparams.zero_point), name=node.name)
+    scaled.meta = dict(node.meta)
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    lowering.erase(source)
+    return "average of integers"
+
+
+# Between float and int8
+
+
+def _requantizes(node: fx.Node) -> bool:
+    return is_quantize(node) and is_dequantize(node.args[0])
+
+
+def _requantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    source = node.args[0]
+    old, new = qparams_of(source), qparams_of(node)  # type: ignore[arg-type]
+    if old == new:
+        lowering.replace(node, source.args[0])  # type: ignore[union-attr]
+        return "nothing"
+    path = lowering.hold(f"{node.name}", script.Requantize(old, new))
+    lowering.replace(node, lowering.call(node, path, (source.args[0],), node, qparams=new))  # type: ignore[union-attr]
+    return "requantize"
+
+
+def _feeds_conv2d(lowering: Lowering, node: fx.Node) -> bool:
+    return any(u.op == "call_module" and isinstance(k := lowering.modules.get(u.target), script.Conv) and k.ndim == 2 for u in node.users)
+
+
+def _quantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    qparams = qparams_of(node)
+    path = lowering.hold(node.name, script.Quantize(qparams, channels_last=_feeds_conv2d(lowering, node)))
+    lowering.replace(node, lowering.call(node, path, (node.args[0],), node, qparams=qparams))
+    return "quantize"
+
+
+def _dequantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    qparams = qparams_of(node)
+    args = (node.args[0], qparams.scale, qparams.zero_point, lowering.dtype)
+    lowering.replace(node, lowering.call(node, script.dequantize, args, node, dtype=lowering.dtype))
+    return "dequantize"
+
+
+def _dequantize_weight(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    lowering.replace(node, lowering.call(node, script.dequantize_weight, node.args[:2], node))
+    return "dequantize"
+
+
+def _dequantize_input(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Dynamic quantization of what no kernel takes."""
+    (node,) = nodes
+    q = node.args[0]
+    lowering.replace(node, q.args[0])  # type: ignore[union-attr]
+    return "float"
+
+
+# Spellings
+
+
+def _is_silu(node: fx.Node) -> bool:
+    """``x * sigmoid(x)``."""
+    found = bind(node)
+    if found is None or found[0].name != "mul":
+        return False
+    for x, gate in (found[1][:2], found[1][1::-1]):
+        inner = bind(gate)
+        if inner is not None and inner[0].name == "sigmoid" and inner[1][0] is x and len(gate.users) == 1:
+            return len(x.users) == 2
+    return False
+
+
+def _silu(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    x = next(a for a in node.args[:2] if row_of(a) is None or row_of(a).name != "sigmoid")  # type: ignore[union-attr]
+    lowering.replace(node, lowering.call(node, torch.nn.functional.silu, (x,), node))
+    return "silu"
+
+
+def _on(name: str, predicate: Predicate, replace: Callable, guard: Callable = _fine) -> Rewrite:
+    return Rewrite(name, [predicate], guard, replace)
+
+
+#: In order: spellings, integers, matmuls, convolutions and linear layers, and what is left between float and int8.
+REWRITES: list[Rewrite] = [
+    _on("silu", _is_silu, _silu),
+    _on("moves", _moves, _moves_integers),
+    Rewrite("matmul_div", [_is_int8_matmul, _named("div")], _divides_by_number, _int8_matmul),
+    _on("matmul", _is_int8_matmul, _int8_matmul),
+    *_compute_rewrites(),
+    _on("dynamic_linear", _is_dynamic_linear, _dynamic_linear),
+    _on("weight_only_linear", _is_weight_only_linear, _weight_only_linear),
+    _on("average", _averages, _average_integers),
+    _on("requantize", _requantizes, _requantize),
+    _on("quantize", is_quantize, _quantize),
+    _on("dequantize", is_dequantize, _dequantize),
+    _on("dequantize_weight", is_weight, _dequantize_weight),
+]
+
+
+def own_accumulators(lowering: Lowering) -> None:
+    """Fused adds may write over their other operand where nothing reads it afterwards."""
+    order = {node: i for i, node in enumerate(lowering.graph.nodes)}
+    for node in lowering.graph.nodes:
+        kernel = lowering.modules.get(node.target) if node.op == "call_module" else None
+        if not isinstance(kernel, (script.ConvSum, script.LinearAdd)):
+            continue
+        other = node.args[1]
+        fresh = other.op == "call_module" or is_call(other, script.dequantize) or is_call(other, script.max_pool)
+        last = all(order[user] < order[node] for user in other.users if user is not node)
+        alone = not any(_may_alias(user) for user in other.users)
+        uses = lowering.graph.find_nodes(op="call_module", target=node.target)
+        if fresh and last and alone and node.args[0] is not other and len(uses) == 1:
+            kernel.owned = True
+
+
+def _may_alias(user: fx.Node) -> bool:
+    if user.op == "output" or user.meta.get("writes"):
+        return True
+    row = row_of(user)
+    return (row is not None and row.role is Role.PASS) or is_call(user, operator.getitem) or (row is None and user.op == "call_method" and user.target not in ("size", "numel"))  # noqa: E501
+
+
+def problem(lowering: Lowering, node: fx.Node) -> str:
+    """What is wrong with a call of this backend's kernels; "" for what is right and for other nodes."""
+    if node.op == "call_function":
+        return f"{node.target} is not in stock torch" if node.target is QUANTIZE and node.meta.get("final") else ""
+    kernel = lowering.modules.get(node.target)  # type: ignore[arg-type]
+    wanted = torch.uint8 if isinstance(kernel, (script.Conv, script.Linear, script.Requantize)) else None
+    if isinstance(kernel, script.DynamicLinear):
+        wanted = None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if wanted is not None and source.meta.get("dtype") is not wanted:
+        return f"its input is {source.meta.get('dtype')}"
+    qparams = source.meta.get("qparams")
+    if isinstance(kernel, (script.Conv, script.Linear)) and wanted is not None and qparams is not None:
+        folded = kernel.input_zero_point == 0 or kernel.input_zero_point == qparams.zero_point
+        if not math.isclose(kernel.input_scale, qparams.scale) or not folded:
+            return f"it reads its input with scale {kernel.input_scale}, and that was made with {qparams}"
+    if isinstance(kernel, (script.ConvSum, script.LinearAdd)):
+        other = node.args[1]
+        assert isinstance(other, fx.Node)
+        expected = torch.uint8 if kernel.kind == 0 and isinstance(kernel, script.ConvSum) else other.meta.get("dtype")
+        if other.meta.get("dtype") is not expected or (kernel.owned and other is source):
+            return "its accumulator has the wrong dtype, or is its input"
+        made = other.meta.get("qparams")
+        if made is not None and (made.scale, made.zero_point) != (kernel.other_scale, kernel.other_zero_point):
+            return "it reads its accumulator with other qparams than that was made with"
+        if kernel.owned and any(u is not node and not u < node for u in other.users):
+            return "it writes over a value that is read later"
+    return ""
