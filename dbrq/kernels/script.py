@@ -57,6 +57,57 @@ class Quantize(nn.Module):
         return bits.to(torch.uint8)
 
 
+class QuantizeImage(nn.Module):
+    """float32 ``[N, 3, H, W]`` -> uint8 ``[N, 4, H + 2 ph, W + 2 pw]`` in channels_last, the fourth channel 0.
+
+    The three levels of a pixel are put into one number, which float32 holds exactly, and that as an integer is the
+    pixel's four bytes: much less work than moving bytes about. Padding is the zero point.
+    """
+
+    __constants__ = ["fill", "high", "inverse", "low", "padding", "pads", "round"]
+    shift: Tensor
+
+    def __init__(self, qparams: QParams, padding: Sequence[int]) -> None:
+        super().__init__()
+        self.inverse = 1.0 / qparams.scale
+        self.low, self.high = _ROUND + qparams.quant_min, _ROUND + qparams.quant_max
+        self.padding = (padding[1], padding[1], padding[0], padding[0])
+        self.pads, self.round = any(padding), _ROUND
+        self.fill = float(qparams.zero_point * (1 + 256 + 65536))
+        self.register_buffer("shift", torch.tensor(_ROUND + qparams.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 4 and x.size(1) == 3, "dbrq: this graph takes images of 3 channels"
+        assert x.numel() > 0, "dbrq: int8 kernels take no empty batch"
+        if x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        levels = torch.add(self.shift, x, alpha=self.inverse).clamp_(self.low, self.high).sub_(self.round)
+        pixels = torch.add(levels.select(1, 0), levels.select(1, 1), alpha=256.0).add_(levels.select(1, 2), alpha=65536.0)
+        if self.pads:
+            pixels = torch.constant_pad_nd(pixels, self.padding, self.fill)
+        words = pixels.to(torch.int32).contiguous()
+        n, h, w = words.size(0), words.size(1), words.size(2)
+        return torch.empty([0], dtype=torch.uint8).set_(words, 0, [n, 4, h, w], [4 * h * w, 1, 4 * w, 4])
+
+
+class AverageToInt8(nn.Module):
+    """Averaged uint8 levels, in float32 -> uint8 with other qparams."""
+
+    __constants__ = ["high", "low", "ratio", "zero_point"]
+    shift: Tensor
+
+    def __init__(self, old: QParams, new: QParams) -> None:
+        super().__init__()
+        self.ratio, self.zero_point = old.scale / new.scale, old.zero_point
+        self.low, self.high = _ROUND + new.quant_min, _ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(_ROUND + new.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.zero_point != 0:
+            x = x - self.zero_point
+        return _bits(torch.add(self.shift, x, alpha=self.ratio).clamp_(self.low, self.high)).to(torch.uint8)
+
+
 class Requantize(nn.Module):
     """uint8 with one scale and zero point -> uint8 with others."""
 
@@ -142,7 +193,7 @@ _KERNEL_CONSTANTS = ["input_scale", "input_zero_point", "output_scale", "output_
 class Conv(_Kernel):
     """conv1d, conv2d or conv3d of a batched uint8 tensor, with a post-op."""
 
-    __constants__ = [*_KERNEL_CONSTANTS, "stride", "padding", "hand_padding", "fill", "dilation", "groups", "channels", "kernel", "shape", "ndim"]  # noqa: E501
+    __constants__ = [*_KERNEL_CONSTANTS, "stride", "padding", "hand_padding", "fill", "dilation", "groups", "channels", "kernel", "shape", "ndim", "least", "pads_by_hand"]  # noqa: E501
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], stride: Sequence[int], padding: Sequence[int],
@@ -162,7 +213,20 @@ class Conv(_Kernel):
         self.fill = self.input_zero_point
         if input.zero_point and not any(self.padding):
             self._bias_with_zero_point()
+        self.pads_by_hand = any(self.hand_padding)
+        least = [max(1, d * (k - 1) + 1 - 2 * p) for d, k, p in zip(dilation, self.kernel, padding, strict=True)]
+        self.least = tuple([*least, 1, 1][:3])
         self.shape = (*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], self.hand_padding, strict=True)))
+        self.packed = self.pack()
+
+    def takes_image(self) -> None:
+        """Read what ``QuantizeImage`` writes: four channels, padded."""
+        self.weight = torch.cat([self.weight, torch.zeros_like(self.weight[:, :1])], 1)
+        self.channels, self.pads_by_hand = 4, False
+        if any(self.hand_padding):
+            pads = [2 * p for p in (*self.hand_padding, 0)]
+            self.least = tuple(least + p for least, p in zip(self.least, pads, strict=True))
+        self.shape = (self.shape[0], 4, *self.shape[2:])
         self.packed = self.pack()
 
     def pack(self) -> Tensor:
@@ -176,31 +240,33 @@ class Conv(_Kernel):
         assert q.dim() == self.ndim + 2, f"dbrq: an int8 convolution takes {self.ndim + 2} dimensions and got {q.dim()}"
         assert q.size(1) == self.channels, f"dbrq: a convolution of {self.channels} channels got {q.size(1)}"
         assert q.size(0) > 0, "dbrq: int8 kernels take no empty batch"
-        for i in range(self.ndim):
-            room = q.size(i + 2) + 2 * (self.padding[i] + self.hand_padding[i])
-            assert room > self.dilation[i] * (self.kernel[i] - 1), "dbrq: the input is smaller than the convolution's kernel"
-        if self.padded():
-            sizes = list(q.size())
-            for i in range(self.ndim):
-                sizes[i + 2] += 2 * self.hand_padding[i]
-            padded = torch.empty(sizes, dtype=torch.uint8)
-            if self.ndim == 2:
-                padded = padded.contiguous(memory_format=torch.channels_last)
-            padded.fill_(self.fill)
-            inner = padded
-            for i in range(self.ndim):
-                inner = inner.narrow(i + 2, self.hand_padding[i], q.size(i + 2))
-            inner.copy_(q)
-            return padded
+        fits = q.size(2) >= self.least[0]
+        if self.ndim > 1:
+            fits = fits and q.size(3) >= self.least[1]
+        if self.ndim > 2:
+            fits = fits and q.size(4) >= self.least[2]
+        assert fits, "dbrq: the input is smaller than the convolution's kernel"
+        if self.pads_by_hand:
+            return self.padded(q)
         if self.ndim == 2:
             return q.contiguous(memory_format=torch.channels_last)
         return q.contiguous()
 
-    def padded(self) -> bool:
+    def padded(self, q: Tensor) -> Tensor:
+        """The input with its zero point around it, in the kernel's layout."""
+        sizes = list(q.size())
         for i in range(self.ndim):
-            if self.hand_padding[i] != 0:
-                return True
-        return False
+            sizes[i + 2] += 2 * self.hand_padding[i]
+        if self.ndim == 2:
+            padded = torch.empty(sizes, dtype=torch.uint8, memory_format=torch.channels_last)
+        else:
+            padded = torch.empty(sizes, dtype=torch.uint8)
+        padded.fill_(self.fill)
+        inner = padded
+        for i in range(self.ndim):
+            inner = inner.narrow(i + 2, self.hand_padding[i], q.size(i + 2))
+        inner.copy_(q)
+        return padded
 
     def forward(self, q: Tensor) -> Tensor:
         arguments: List[Optional[number]] = []
@@ -233,22 +299,21 @@ class ConvSum(Conv):
     The other value and the result are both uint8, or both of ``dtype``.
     """
 
-    __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned"]
+    __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned", "room"]
 
     def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
         self.owned = owned
+        self.room = tuple(2 * p - d * (k - 1) - 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True))
 
     def forward(self, q: Tensor, other: Tensor) -> Tensor:
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
         q = self.prepared(q)
-        shape = [q.size(0), self.weight.size(0)]
-        for i in range(2):
-            room = q.size(i + 2) + 2 * self.padding[i] - self.dilation[i] * (self.kernel[i] - 1) - 1
-            shape.append(room // self.stride[i] + 1)
-        if list(other.size()) != shape:  # it broadcasts, which the kernel would take for memory that is not there
+        height = (q.size(2) + self.room[0]) // self.stride[0] + 1
+        width = (q.size(3) + self.room[1]) // self.stride[1] + 1
+        if list(other.size()) != [q.size(0), self.weight.size(0), height, width]:  # it broadcasts, which the kernel would take for memory that is not there
             return self.separately(q, other)
         if self.owned:
             accumulator = other.contiguous(memory_format=torch.channels_last)
@@ -293,6 +358,10 @@ class Linear(_Kernel):
         return q.contiguous()
 
     def forward(self, q: Tensor) -> Tensor:
+        return self.linear(q)
+
+    def linear(self, q: Tensor) -> Tensor:
+        """``[..., in]`` -> ``[..., out]``."""
         arguments: List[Optional[number]] = []
         if self.arguments > 0:
             arguments.append(self.first)
@@ -320,45 +389,98 @@ class Linear(_Kernel):
         self.packed = self.pack()
 
 
+class PointwiseConv(Linear):
+    """conv2d with a 1x1 kernel, as the linear layer that it is.
+
+    That kernel costs less to call, and its packed weight does not depend on the image's size.
+    """
+
+    def __init__(self, weight: Tensor, *args, **kwargs) -> None:
+        super().__init__(weight.flatten(1), *args, **kwargs)
+        self._bias_with_zero_point()
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.linear(_channels_first_to_last(q)).permute([0, 3, 1, 2])
+
+
+def _channels_first_to_last(x: Tensor) -> Tensor:
+    """``[N, C, H, W]`` -> ``[N, H, W, C]``, without a copy for what is channels_last."""
+    assert x.dim() == 4, f"dbrq: an int8 convolution takes 4 dimensions and got {x.dim()}"
+    return x.contiguous(memory_format=torch.channels_last).permute([0, 2, 3, 1])
+
+
 class LinearAdd(Linear):
     """linear plus another value [+ relu].
 
-    A float other is read (``add``); a uint8 one is written over (``sum``) where ``owned``, else copied first.
+    A float other is read (``add``). A uint8 one is written over (``sum``) where ``owned``; else it is read as raw
+    integers, as ``add`` does, with everything else in units of its scale.
     """
 
-    __constants__ = [*Linear.__constants__, "other_scale", "other_zero_point", "binary", "owned"]
+    __constants__ = [*Linear.__constants__, "other_scale", "other_zero_point", "binary", "owned", "unit", "reads_int8"]
 
     def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
-        self.binary = "add" if other is None else "sum"
-        self.owned = owned
+        self.binary, self.owned, self.reads_int8 = "add", owned, other is not None
+        self.unit = 1.0
+
+    def settle(self) -> None:
+        """Choose the kernel, now that it is known whether the other value may be written over."""
+        if self.reads_int8 and self.owned:
+            self.binary = "sum"
+        elif self.reads_int8:
+            self.unit = self.other_scale
+            self.scale.div_(self.unit)
+            self.bias.div_(self.unit).sub_(self.other_zero_point)
 
     def forward(self, q: Tensor, other: Tensor) -> Tensor:
+        return self.added(q, other)
+
+    def added(self, q: Tensor, other: Tensor) -> Tensor:
+        """``q`` ``[..., in]`` and ``other`` ``[..., out]`` -> ``[..., out]``."""
         x = self.prepared(q)
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         expected = list(x.size())
         expected[-1] = self.weight.size(0)
-        quantized = other.dtype == torch.uint8
-        assert quantized == (self.binary == "sum"), "dbrq: the other operand of a fused add has the wrong type"
-        assert quantized or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
-        if list(other.size()) != expected:
-            result = torch.ops.onednn.qlinear_pointwise(
-                x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
-                self.zero_points, self.bias, 1.0, 0, torch.float32, "none", [], "",
-            )  # fmt: skip
-            return self.summed(result if x.dim() > 1 else result.squeeze(0), other, self.other_scale, self.other_zero_point)
-        other = other.contiguous() if self.owned or self.binary == "add" else other.clone(memory_format=torch.contiguous_format)
+        assert (other.dtype == torch.uint8) == self.reads_int8, "dbrq: the other operand of a fused add has the wrong type"
+        assert self.reads_int8 or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
+        if list(other.size()) != expected:  # it broadcasts, which the kernel would take for memory that is not there
+            return self.separately(x, other)
+        other = other.contiguous()
         if x.dim() == 1:
             x, other = x.unsqueeze(0), other.unsqueeze(0)
+        scale = self.other_scale if self.binary == "sum" else 1.0
+        zero_point = self.other_zero_point if self.binary == "sum" else 0
         result = torch.ops.onednn.qlinear_pointwise(
             x, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, other,
-            self.bias, self.output_scale, self.output_zero_point, dtype, self.other_scale, self.other_zero_point,
+            self.bias, self.output_scale / self.unit, self.output_zero_point, dtype, scale, zero_point,
             self.binary, 1.0, self.post_op, [], "",
         )  # fmt: skip
         if self.top != 255:
             result = result.clamp_(0, self.top)
         return result if q.dim() > 1 else result.squeeze(0)
+
+    def separately(self, x: Tensor, other: Tensor) -> Tensor:
+        """The same in two steps."""
+        result = torch.ops.onednn.qlinear_pointwise(
+            x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
+            self.zero_points, self.bias, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        result = result if x.dim() > 1 else result.squeeze(0)
+        if self.reads_int8 and self.binary == "add":
+            result = (result + self.other_zero_point) * self.unit
+        return self.summed(result, other, self.other_scale, self.other_zero_point)
+
+
+class PointwiseConvAdd(LinearAdd):
+    """conv2d with a 1x1 kernel plus another value [+ relu], as the linear layer that it is."""
+
+    def __init__(self, weight: Tensor, *args, **kwargs) -> None:
+        super().__init__(weight.flatten(1), *args, **kwargs)
+        self._bias_with_zero_point()
+
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+        return self.added(_channels_first_to_last(q), _channels_first_to_last(other)).permute([0, 3, 1, 2])
 
 
 class DynamicLinear(Linear):
@@ -386,6 +508,11 @@ class DynamicLinear(Linear):
             arguments, "",
         )  # fmt: skip
         return result if x.dim() > 1 else result.squeeze(0)
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of what may be attended to, as what is added to the scores."""
+    return torch.zeros(mask.size(), dtype=dtype).masked_fill_(mask.logical_not(), -float("inf"))
 
 
 def max_pool(

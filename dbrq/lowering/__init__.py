@@ -78,6 +78,8 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     fold_constants(lowering)
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
+    torchscript.merge_linears(lowering)
+    torchscript.add_masks_once(lowering)
     torchscript.own_accumulators(lowering)
     _free_of_strides(lowering)
     remove_dead(lowering.graph)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from ..graph import QUANTIZE
@@ -99,11 +100,17 @@ def _takes_sum(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         return "the other operand broadcasts"
     if other.meta.get("dtype") is not torch.float32:
         return f"the other operand is {other.meta.get('dtype')}"
-    if is_quantize(nodes[-1]) and head_row.ndim and not is_dequantize(other):
+    if is_quantize(nodes[-1]) and head_row.ndim and not is_dequantize(other) and not _is_pointwise(head):
         return "the stock kernel writes uint8 over uint8 only, and the other operand is float"
-    if not is_quantize(nodes[-1]) and is_dequantize(other) and head_row.ndim == 2 and len(other.users) > 1:
-        return ""
     return ""
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """A conv2d that is a linear layer over channels."""
+    row, bound = bind(node)  # type: ignore[misc]
+    if row.ndim != 2 or bound[6] != 1 or bound[1].meta["shape"][2:] != (1, 1):
+        return False
+    return ints(bound[3], 2) == [1, 1] and ints(bound[4], 2) == [0, 0]
 
 
 def _other(head: fx.Node, add: fx.Node) -> Any:
@@ -125,7 +132,8 @@ def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         "bias": None if bound[2] is None else lowering.tensor(bound[2]), "input": qparams_of(source), "out": out,
         "post_op": post_op, "dtype": lowering.dtype,
     }  # fmt: skip
-    if row.ndim:
+    pointwise = row.ndim == 2 and _is_pointwise(head)
+    if row.ndim and not pointwise:
         n = row.ndim
         weight.update(
             stride=ints(bound[3], n), padding=ints(bound[4], n), dilation=ints(bound[5], n), groups=bound[6],
@@ -138,16 +146,17 @@ def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         qparams = None
         if is_dequantize(other) and out is not None:
             qparams, other = qparams_of(other), other.args[0]
-        kernel = (script.ConvSum if row.ndim else script.LinearAdd)(**weight, other=qparams, owned=False)
+        adding = script.PointwiseConvAdd if pointwise else script.ConvSum if row.ndim else script.LinearAdd
+        kernel = adding(**weight, other=qparams, owned=False)
         inputs.append(other)
     else:
-        kernel = (script.Conv if row.ndim else script.Linear)(**weight)
+        kernel = (script.PointwiseConv if pointwise else script.Conv if row.ndim else script.Linear)(**weight)
     path = lowering.hold(head.meta.get("op") or head.name, kernel)
     dtype = lowering.dtype if out is None else torch.uint8
     new = lowering.call(last, path, tuple(inputs), last if out is None else head, dtype=dtype, qparams=out,
                         shape=last.meta["shape"], op=head.meta.get("op"))  # fmt: skip
     lowering.replace(last, new)
-    name = "onednn.qlinear_pointwise" if not row.ndim else f"onednn.qconv{row.ndim}d_pointwise"
+    name = "onednn.qlinear_pointwise" if pointwise or not row.ndim else f"onednn.qconv{row.ndim}d_pointwise"
     steps = "".join(f" + {row_of(n).name}" for n in nodes[1:] if row_of(n) is not None)  # type: ignore[union-attr]
     return name + steps + ("" if out is None else " + quantize")
 
@@ -305,6 +314,18 @@ def _averages(node: fx.Node) -> bool:
     return row.name.startswith(("adaptive", "mean")) or not qparams_of(_inputs_of(node)[0]).zero_point
 
 
+def _average_to_int8(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    node, last = nodes
+    source = _inputs_of(node)[0]
+    old, new = qparams_of(source), qparams_of(last)
+    levels = lowering.call(node, script.levels, (source.args[0],), source, dtype=torch.float32)
+    node.replace_input_with(source, levels)
+    path = lowering.hold(node.meta.get("op") or node.name, script.AverageToInt8(old, new))
+    lowering.replace(last, lowering.call(last, path, (node,), last, qparams=new, dtype=torch.uint8))
+    lowering.erase(source)
+    return "average of integers + quantize"
+
+
 def _average_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """Averaging is linear: shift and scale the few results rather than the many inputs."""
     (node,) = nodes
@@ -344,9 +365,26 @@ def _feeds_conv2d(lowering: Lowering, node: fx.Node) -> bool:
     return any(u.op == "call_module" and isinstance(k := lowering.modules.get(u.target), script.Conv) and k.ndim == 2 for u in node.users)
 
 
+def _image_conv(lowering: Lowering, node: fx.Node) -> script.Conv | None:
+    """The one convolution that reads a quantized image of three channels."""
+    shape = node.args[0].meta.get("shape", ())  # type: ignore[union-attr]
+    users = list(node.users)
+    if len(shape) != 4 or shape[1] != 3 or len(users) != 1 or users[0].op != "call_module":
+        return None
+    kernel = lowering.modules.get(users[0].target)  # type: ignore[arg-type]
+    plain = type(kernel) is script.Conv and kernel.groups == 1 and kernel.ndim == 2
+    alone = len(lowering.graph.find_nodes(op="call_module", target=users[0].target)) == 1
+    return kernel if plain and alone else None  # type: ignore[return-value]
+
+
 def _quantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     qparams = qparams_of(node)
+    if (conv := _image_conv(lowering, node)) is not None:
+        path = lowering.hold(node.name, script.QuantizeImage(qparams, conv.hand_padding))
+        conv.takes_image()
+        lowering.replace(node, lowering.call(node, path, (node.args[0],), node, qparams=qparams))
+        return "quantize image"
     path = lowering.hold(node.name, script.Quantize(qparams, channels_last=_feeds_conv2d(lowering, node)))
     lowering.replace(node, lowering.call(node, path, (node.args[0],), node, qparams=qparams))
     return "quantize"
@@ -409,6 +447,7 @@ REWRITES: list[Rewrite] = [
     *_compute_rewrites(),
     _on("dynamic_linear", _is_dynamic_linear, _dynamic_linear),
     _on("weight_only_linear", _is_weight_only_linear, _weight_only_linear),
+    Rewrite("average_quantize", [_averages, is_quantize], _fine, _average_to_int8),
     _on("average", _averages, _average_integers),
     _on("requantize", _requantizes, _requantize),
     _on("quantize", is_quantize, _quantize),
@@ -431,6 +470,60 @@ def own_accumulators(lowering: Lowering) -> None:
         uses = lowering.graph.find_nodes(op="call_module", target=node.target)
         if fresh and last and alone and node.args[0] is not other and len(uses) == 1:
             kernel.owned = True
+        if isinstance(kernel, script.LinearAdd):
+            kernel.settle()
+
+
+def merge_linears(lowering: Lowering) -> None:
+    """Linear layers of one input, all float out and alone, as one layer whose result is split: query, key and value."""
+    graph = lowering.graph
+    if any(node.meta.get("writes") for node in graph.nodes):
+        return
+    for source in list(graph.nodes):
+        group = [u for u in source.users if u.op == "call_module" and type(lowering.modules[u.target]) is script.Linear]
+        group = [u for u in group if len(graph.find_nodes(op="call_module", target=u.target)) == 1]
+        kernels = [lowering.modules[u.target] for u in group]
+        if len(group) < 2 or any(k.kind == 0 or k.post_op != "none" for k in kernels):
+            continue
+        group.sort()
+        first = group[0]
+        merged = script.Linear(
+            torch.cat([k.weight for k in kernels]), torch.cat([k.scale for k in kernels]),
+            torch.cat([k.bias for k in kernels]), QParams(kernels[0].input_scale, kernels[0].input_zero_point), None,
+            dtype=lowering.dtype,
+        )  # fmt: skip
+        sizes = [k.weight.shape[0] for k in kernels]
+        path = lowering.hold("_and_".join([first.target, *(u.target.rpartition(".")[2] for u in group[1:])]), merged)
+        shape = (*first.meta["shape"][:-1], sum(sizes))
+        whole = lowering.call(first, path, (source,), first, shape=shape, name=path.replace(".", "_"))
+        parts = []
+        for i, (node, size) in enumerate(zip(group, sizes, strict=True)):
+            with graph.inserting_before(first):
+                part = graph.call_method("narrow", (whole, -1, sum(sizes[:i]), size))
+            part.meta = {**node.meta, "name": node.name}
+            parts.append(part)
+        for node, part in zip(group, parts, strict=True):
+            lowering.replace(node, part)
+        lowering.note("merge_linears", whole, "one kernel for " + ", ".join(u.target for u in group))
+
+
+def add_masks_once(lowering: Lowering) -> None:
+    """A mask of truth values that several attentions read becomes a float mask once, and not in each."""
+    for mask in list(lowering.graph.nodes):
+        if mask.meta.get("dtype") is not torch.bool:
+            continue
+        readers = [u for u in mask.users if is_call(u, F.scaled_dot_product_attention) and _mask_of(u) is mask]
+        if len(readers) < 2:
+            continue
+        with lowering.graph.inserting_after(mask):
+            added = lowering.graph.call_function(script.additive_mask, (mask, lowering.dtype))
+        added.meta = {**mask.meta, "dtype": lowering.dtype}
+        for reader in readers:
+            reader.replace_input_with(mask, added)
+
+
+def _mask_of(attention: fx.Node) -> Any:
+    return attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")
 
 
 def _may_alias(user: fx.Node) -> bool:
