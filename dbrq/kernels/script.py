@@ -400,13 +400,21 @@ class PointwiseConv(Linear):
         self._bias_with_zero_point()
 
     def forward(self, q: Tensor) -> Tensor:
-        return self.linear(_channels_first_to_last(q)).permute([0, 3, 1, 2])
+        return _image(self.linear(_pixels(q)), q)
 
 
-def _channels_first_to_last(x: Tensor) -> Tensor:
-    """``[N, C, H, W]`` -> ``[N, H, W, C]``, without a copy for what is channels_last."""
+def _pixels(x: Tensor) -> Tensor:
+    """``[N, C, H, W]`` -> ``[N * H * W, C]``, without a copy for what is channels_last."""
     assert x.dim() == 4, f"dbrq: an int8 convolution takes 4 dimensions and got {x.dim()}"
-    return x.contiguous(memory_format=torch.channels_last).permute([0, 2, 3, 1])
+    channels = x.size(1)
+    x = x.contiguous(memory_format=torch.channels_last)
+    return x.as_strided([x.size(0) * x.size(2) * x.size(3), channels], [channels, 1])
+
+
+def _image(rows: Tensor, like: Tensor) -> Tensor:
+    """``[N * H * W, C]`` -> ``[N, C, H, W]`` in channels_last, N, H and W as in ``like``."""
+    c, h, w = rows.size(1), like.size(2), like.size(3)
+    return rows.as_strided([like.size(0), c, h, w], [h * w * c, 1, w * c, c])
 
 
 class LinearAdd(Linear):
@@ -462,6 +470,10 @@ class LinearAdd(Linear):
 
     def separately(self, x: Tensor, other: Tensor) -> Tensor:
         """The same in two steps."""
+        return self.summed(self.unsummed(x), other, self.other_scale, self.other_zero_point)
+
+    def unsummed(self, x: Tensor) -> Tensor:
+        """The linear layer alone, float32."""
         result = torch.ops.onednn.qlinear_pointwise(
             x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
             self.zero_points, self.bias, 1.0, 0, torch.float32, "none", [], "",
@@ -469,7 +481,7 @@ class LinearAdd(Linear):
         result = result if x.dim() > 1 else result.squeeze(0)
         if self.reads_int8 and self.binary == "add":
             result = (result + self.other_zero_point) * self.unit
-        return self.summed(result, other, self.other_scale, self.other_zero_point)
+        return result
 
 
 class PointwiseConvAdd(LinearAdd):
@@ -480,7 +492,14 @@ class PointwiseConvAdd(LinearAdd):
         self._bias_with_zero_point()
 
     def forward(self, q: Tensor, other: Tensor) -> Tensor:
-        return self.added(_channels_first_to_last(q), _channels_first_to_last(other)).permute([0, 3, 1, 2])
+        if other.dim() != 4 or [q.size(0), q.size(2), q.size(3)] != [other.size(0), other.size(2), other.size(3)]:
+            return self.separately_as_images(q, other)
+        return _image(self.added(_pixels(q), _pixels(other)), q)
+
+    def separately_as_images(self, q: Tensor, other: Tensor) -> Tensor:
+        """The same for an other value that broadcasts."""
+        result = _image(self.unsummed(self.prepared(_pixels(q))), q)
+        return self.summed(result, other, self.other_scale, self.other_zero_point)
 
 
 class DynamicLinear(Linear):

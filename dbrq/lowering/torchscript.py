@@ -105,12 +105,17 @@ def _takes_sum(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return ""
 
 
+#: Multiply-accumulates from which on the linear kernel is the faster one for a 1x1 convolution (benchmarks/lowered.py).
+_POINTWISE_FROM = 25_000_000
+
+
 def _is_pointwise(node: fx.Node) -> bool:
-    """A conv2d that is a linear layer over channels."""
+    """A conv2d that is best run as the linear layer over channels that it is."""
     row, bound = bind(node)  # type: ignore[misc]
     if row.ndim != 2 or bound[6] != 1 or bound[1].meta["shape"][2:] != (1, 1):
         return False
-    return ints(bound[3], 2) == [1, 1] and ints(bound[4], 2) == [0, 0]
+    plain = ints(bound[3], 2) == [1, 1] and ints(bound[4], 2) == [0, 0]
+    return plain and math.prod(node.meta["shape"]) * bound[1].meta["shape"][1] >= _POINTWISE_FROM
 
 
 def _other(head: fx.Node, add: fx.Node) -> Any:
