@@ -13,6 +13,7 @@ import operator
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,20 @@ def rewrite(
     >>> [node.target for node in graph.graph.nodes if node.op == "call_function"][-1]
     <built-in method relu of type object at ...>
     """
+    return record(quantized, example_inputs, example_kwargs).graph
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A graph, the example's values for its placeholders, and how many values of tensors the code decided on."""
+
+    graph: fx.GraphModule
+    inputs: tuple
+    decisions: int
+
+
+def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> Recording:
+    """What ``rewrite`` does, with what it learned."""
     token_of(quantized, "int8", "rewrite")
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
@@ -62,7 +77,7 @@ def rewrite(
         raise
     except Exception as error:  # some code wants sizes to be ints and nothing like them
         try:
-            graph = _free_of_values(quantized, args, kwargs, symbolic=False)
+            recording = _free_of_values(quantized, args, kwargs, symbolic=False)
         except QuantizationError:
             raise
         except Exception:
@@ -71,22 +86,21 @@ def rewrite(
             f"dbrq: the graph holds for the shapes of the example only; the model's code does not take sizes that are no "
             f"plain ints: {type(error).__name__}: {error}", stacklevel=2,
         )  # fmt: skip
-        return graph
+        return recording
 
 
-def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> fx.GraphModule:
+def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
     """A graph that depends on no values, if the code has such a path for those who capture it."""
-    graph, decisions = _record(quantized, args, kwargs, symbolic)
-    if decisions:
+    recording = _record(quantized, args, kwargs, symbolic)
+    if recording.decisions:
         with contextlib.suppress(Exception), capturing():
-            other, others = _record(quantized, args, kwargs, symbolic)
-            if others < decisions:
+            other = _record(quantized, args, kwargs, symbolic)
+            if other.decisions < recording.decisions:
                 return other
-    return graph
+    return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> tuple[fx.GraphModule, int]:
-    """The graph, and how many values of tensors the code decided on."""
+def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
     model = copy.deepcopy(quantized)  # the run may leave traces in it
     args, kwargs = copy.deepcopy((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
@@ -104,7 +118,7 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> 
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
     if not returned.is_plain:
         graph.restore_output = returned  # type: ignore[assignment]
-    return graph.eval(), recorder.value_decisions
+    return Recording(graph.eval(), tuple(p[1] for p in inputs.placeholders), recorder.value_decisions)
 
 
 def _name_leaves(model: nn.Module, recorder: GraphRecorder) -> None:

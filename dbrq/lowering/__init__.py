@@ -16,8 +16,9 @@ from torch.fx.graph import CodeGen
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
 from ..report import report, rows_as_json
-from ..rewriter import rewrite
+from ..rewriter import record
 from . import torchscript
+from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, fold_constants, sizes_of_integers, verify
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
@@ -60,8 +61,10 @@ def lower(
         raise ConfigurationError("there is no such backend", expected=" or ".join(BACKENDS), got=backend)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
-    graph = rewrite(quantized, example_inputs, example_kwargs=example_kwargs)
-    lowering = lower_graph(graph, dtype)
+    recording = record(quantized, example_inputs, example_kwargs)
+    lowering = lower_graph(recording.graph, dtype)
+    if dtype is torch.bfloat16:
+        in_bfloat16(lowering.module, recording.inputs)
     if verbose or VERBOSE:
         print(lowering, file=sys.stderr)
     return _scripted(lowering, quantized)

@@ -1,0 +1,98 @@
+"""Running what stays float in bfloat16: int8 kernels read and write it as they do float32, so only casts are needed.
+
+Where casts belong is found by running the graph on the example: any op that meets float32 beside bfloat16 gets bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..kernels import script
+
+_READS_FLOAT32 = (script.Quantize, script.QuantizeImage)
+_SCALES = (script.dequantize_weight, script.weight_only_linear)
+
+
+def in_bfloat16(module: fx.GraphModule, args: tuple) -> None:
+    """Change ``module`` so that its float ops run in bfloat16; inputs and outputs keep their dtypes.
+
+    Args:
+        module: a lowered graph, whose kernels give bfloat16 already.
+        args: the example's values for the placeholders, in order.
+    """
+    _narrow_attributes(module)
+    _narrow_inputs(module)
+    with torch.no_grad():
+        _Narrowing(module).run(*args)
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    for node in output.all_input_nodes:
+        if node.meta.get("narrow"):
+            with module.graph.inserting_before(output):
+                wide = module.graph.call_method("to", (node, torch.float32))
+            output.replace_input_with(node, wide)
+    module.graph.lint()
+    module.recompile()
+
+
+def _narrow_attributes(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op != "get_attr" or any(user.target in _SCALES for user in node.users):
+            continue
+        path, _, name = node.target.rpartition(".")
+        owner = module.get_submodule(path)
+        tensor = getattr(owner, name)
+        if tensor.dtype is torch.float32:
+            narrow: Tensor = tensor.detach().to(torch.bfloat16)
+            if isinstance(tensor, nn.Parameter):
+                narrow = nn.Parameter(narrow, requires_grad=False)
+            setattr(owner, name, narrow)
+
+
+def _narrow_inputs(module: fx.GraphModule) -> None:
+    """Float inputs are cast once, for those that do not quantize them."""
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or node.meta.get("dtype") is not torch.float32:
+            continue
+        checks = [user for user in node.users if getattr(user.target, "__name__", "") == "check_input"]
+        if not checks:
+            continue
+        readers = [user for user in node.users if user not in checks and not _quantizes(module, user) and _reads_elements(user)]
+        if readers:
+            with module.graph.inserting_after(checks[-1]):
+                narrow = module.graph.call_method("to", (node, torch.bfloat16))
+            for reader in readers:
+                reader.replace_input_with(node, narrow)
+
+
+def _quantizes(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "call_module" and isinstance(module.get_submodule(node.target), _READS_FLOAT32)  # type: ignore[arg-type]
+
+
+def _reads_elements(node: fx.Node) -> bool:
+    return not (node.op == "call_method" and node.target in ("size", "numel", "stride")) and not node.meta.get("writes")
+
+
+class _Narrowing(fx.Interpreter):
+    """Runs the graph, and casts where float32 meets bfloat16."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = [i for i in n.all_input_nodes if _is_wide(self.env.get(i), torch.float32)]
+        mixed = any(_is_wide(self.env.get(i), torch.bfloat16) for i in n.all_input_nodes)
+        if n.op == "call_module" and len(n.args) == 2:  # an add that is fused: its other operand must match
+            mixed = True
+        if mixed and n.op != "output":
+            for wide in inputs:
+                with self.module.graph.inserting_before(n):  # type: ignore[union-attr]
+                    narrow = self.module.graph.call_method("to", (wide, torch.bfloat16))  # type: ignore[union-attr]
+                n.replace_input_with(wide, narrow)
+                self.env[narrow] = self.env[wide].to(torch.bfloat16)
+        result = super().run_node(n)
+        n.meta["narrow"] = isinstance(result, Tensor) and result.dtype is torch.bfloat16
+        return result
+
+
+def _is_wide(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype is dtype and value.dim() > 0
