@@ -20,6 +20,7 @@ from .errors import (
     QuantizationError,
     RecipeError,
     RewriteError,
+    SeveralPathsError,
 )
 from .fusion import find_fusions
 from .lowering import lower
@@ -43,6 +44,7 @@ __all__ = [
     "QuantizationError",
     "RecipeError",
     "RewriteError",
+    "SeveralPathsError",
     "calibrate",
     "compare",
     "convert",

@@ -29,8 +29,8 @@ from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .errors import DeviationError
-from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
-from .record import Tag
+from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
+from .record import Tag, user_line
 from .tensors import Int8Tensor, Lazy, plain
 
 if TYPE_CHECKING:
@@ -338,6 +338,10 @@ class RunCall(TorchFunctionMode):
     def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if not reads_values(func):
             return func(*args, **kwargs)
+        if func in READS_NUMBER and self.token.phase == "observe":
+            number = func(*args, **kwargs)
+            self.token.record.read(user_line(), number)  # type: ignore[attr-defined]
+            return number
         if mutates(func) or "out" in kwargs:
             output = self.run_float(func, args, kwargs, mutates(func))
             written = kwargs.get("out", args[0] if args else None)

@@ -70,6 +70,10 @@ class RewriteError(QuantizationError):
     """The model cannot be written as one graph, or the graph cannot be lowered."""
 
 
+class SeveralPathsError(RewriteError):
+    """The model's code decides on values, and calibration saw more than one outcome."""
+
+
 class RecipeError(QuantizationError):
     """A recipe file is damaged or belongs to another model."""
 

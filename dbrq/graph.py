@@ -11,7 +11,7 @@ import contextlib
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,11 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .containers import tree_leaves
-from .errors import RewriteError
+from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
-from .record import ParameterRef, Tag
+from .record import ParameterRef, Tag, user_line
 from .symbols import Traced, traced, untraced
 from .tensors import Int8Weight, plain
-from .watch import user_line
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
@@ -92,6 +91,7 @@ class GraphRecorder:
     Args:
         model: the model that runs; the graph takes its parameters and buffers.
         symbolic: keep sizes free.
+        numbers: source line -> the numbers that it read out of tensors in calibration.
 
     Attributes:
         graph: the graph so far.
@@ -99,8 +99,8 @@ class GraphRecorder:
         path: path of the module that runs.
     """
 
-    def __init__(self, model: nn.Module, symbolic: bool) -> None:
-        self.model, self.symbolic = model, symbolic
+    def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[str, set]) -> None:
+        self.model, self.symbolic, self.numbers = model, symbolic, numbers
         self.graph, self.root = fx.Graph(), nn.Module()
         self.path = ""
         self.op: str | None = None
@@ -352,6 +352,7 @@ class GraphRecorder:
                 self._describe(part)
                 self._bind_result(item, part, static, given, "getitem")
             return result
+        node.meta["reads"] = True
         return result if static else traced(result, node, self)
 
     # Numbers
@@ -390,12 +391,28 @@ class GraphRecorder:
             return value
         node = self.graph.create_node("call_method", method, (known.node, *args), name=self._node_name(method))
         self._describe(node)
+        node.meta["reads"] = method == "item"
         return traced(value, node, self)
 
     def decide(self, traced: Traced) -> None:
         if self._reads_values(traced.fx_node):
             self.value_decisions += 1
+            self._require_one_outcome(traced)
         self.check(traced.fx_node, traced.value, "a number that the code decides on")
+
+    def _require_one_outcome(self, traced: Traced) -> None:
+        """Raise if the numbers that calibration read would have decided otherwise."""
+        reads = [n for n in _ancestors(traced.fx_node) if n.meta.get("reads")]
+        if len(reads) != 1:
+            return
+        seen = self.numbers.get(reads[0].meta["site"], ())
+        outcomes = {_evaluated(traced.fx_node, reads[0], number) for number in seen} - {None}
+        if len(outcomes | {traced.value}) > 1:
+            raise SeveralPathsError(
+                "one graph cannot stand for a model whose code decides on values",
+                path=self.path, expected="one outcome in calibration", got=f"{len(outcomes)} outcomes at {user_line()}",
+                hint="lower the modules around this line one by one, or keep using the converted model",
+            )  # fmt: skip
 
     def _reads_values(self, node: fx.Node) -> bool:
         """Whether a number depends on elements of a tensor, not on shapes only."""
@@ -455,6 +472,26 @@ class GraphRecorder:
         if known is not None and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._written:
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    """A number's node and those of the numbers it was computed from."""
+    found = [node]
+    if not node.meta.get("reads"):
+        for before in node.all_input_nodes:
+            if "dtype" not in before.meta:
+                found += _ancestors(before)
+    return found
+
+
+def _evaluated(node: fx.Node, read: fx.Node, number: Any) -> Any:
+    """What a number would have been, had ``read`` given ``number``; None if that cannot be told."""
+    if node is read:
+        return number
+    if node.op != "call_function":
+        return None
+    args = [_evaluated(a, read, number) if isinstance(a, fx.Node) else a for a in node.args]
+    return None if any(a is None for a in args) else node.target(*args)  # type: ignore[operator]
 
 
 class _OutOfSight(TorchDispatchMode):

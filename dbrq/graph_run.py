@@ -27,11 +27,11 @@ from .kernels import along, ints
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
 from .plan_base import Plan
 from .plans import EmbeddingPlan
-from .record import Tag
+from .record import Tag, user_line
 from .reference import run_float
 from .symbols import Traced
 from .tensors import Int8Weight
-from .watch import bind_leaf, user_line
+from .watch import bind_leaf
 from .weights import norm_scale, norm_shift, tensor_of
 
 _GO_ON = object()

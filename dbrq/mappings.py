@@ -355,6 +355,10 @@ FUNCTIONS: Mapping[Callable, Spelling] = _spellings()
 LEAVES: Mapping[Callable, tuple[OpRow, tuple[str, ...]]] = {
     cls.forward: (row, _names(attributes)) for row in TABLE for cls, attributes in row.modules.items()
 }
+#: Tensor methods that give the code a Python number.
+READS_NUMBER = frozenset(
+    getattr(Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero")
+)
 #: Tensor methods that read sizes and types, not values.
 _METADATA = frozenset(
     [

@@ -4,6 +4,8 @@ hooks.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,21 @@ from .mappings import OpRow
 #: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for
 # constants.
 Tag = int | str | None
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def user_line() -> str:
+    """The nearest line of the user's code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
 
 
 @dataclass(frozen=True)
@@ -215,6 +232,7 @@ class Record:
         ops: every op that read values, in order.
         values: value id -> value.
         calls: module path -> its calls, in order.
+        numbers: source line -> the numbers that it read out of tensors, while watching and calibrating.
         default_recipe: whether the user left the choice of qconfigs to dbrq.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """
@@ -224,6 +242,13 @@ class Record:
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
     default_recipe: bool = False
+    numbers: dict[str, set[Any]] = field(default_factory=dict)
+
+    def read(self, line: str, number: Any) -> None:
+        """The user's code read a number out of a tensor."""
+        seen = self.numbers.setdefault(line, set())
+        if len(seen) < 256:
+            seen.add(number)
 
     def hooked(self) -> list[SeenOp]:
         return [op for op in self.ops if op.index >= 0]

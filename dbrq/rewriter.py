@@ -23,7 +23,7 @@ from torch.fx.graph import CodeGen
 from .auto_trace import InterceptedForward
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves, tree_map
-from .errors import QuantizationError, RewriteError
+from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, remove_dead
 from .graph_run import GraphRun
 from .record import Tag
@@ -91,12 +91,18 @@ def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[st
 
 def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
     """A graph that depends on no values, if the code has such a path for those who capture it."""
-    recording = _record(quantized, args, kwargs, symbolic)
-    if recording.decisions:
+    recording = None
+    try:
+        recording = _record(quantized, args, kwargs, symbolic)
+    except SeveralPathsError as error:
+        failed = error
+    if recording is None or recording.decisions:
         with contextlib.suppress(Exception), capturing():
             other = _record(quantized, args, kwargs, symbolic)
-            if other.decisions < recording.decisions:
+            if recording is None or other.decisions < recording.decisions:
                 return other
+    if recording is None:
+        raise failed
     return recording
 
 
@@ -104,7 +110,8 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> 
     model = copy.deepcopy(quantized)  # the run may leave traces in it
     args, kwargs = copy.deepcopy((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
-    recorder = GraphRecorder(model, symbolic)
+    intercepted: InterceptedForward = model.__dict__["forward"]
+    recorder = GraphRecorder(model, symbolic, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
     inputs = _Inputs(recorder, intercepted, args, kwargs)
     with torch.inference_mode(False):

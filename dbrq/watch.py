@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import random
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +28,7 @@ from .mappings import (
     DROPOUTS,
     FUNCTIONS,
     OTHER,
+    READS_NUMBER,
     OpRow,
     Role,
     asks_inplace,
@@ -39,11 +38,9 @@ from .mappings import (
     mutates,
     reads_values,
 )
-from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value, user_line
 from .tensors import geometry_of
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _disabled = torch._C.DisableTorchFunction
 
 
@@ -242,6 +239,8 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         before = self._infos((args, kwargs))
         output = func(*args, **kwargs)
+        if func in READS_NUMBER:
+            self.record.read(user_line(), output)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
         bound = spelling.bind(args, kwargs) if spelling else []
@@ -504,14 +503,3 @@ def _macs(row: OpRow, seen: SeenOp, bound: Sequence[Any], module: InterceptedFor
 def _spelled(func: Callable) -> str:
     name = resolve_name(func)
     return name or getattr(func, "__name__", str(func))
-
-
-def user_line() -> str:
-    """The nearest line of the user's code."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
