@@ -1,8 +1,10 @@
 """Speed of the torchscript backend beside the best that torch's own quantization gives without a compiler: ``python
 benchmarks/lowered.py``.
 
-Those are FX graph mode scripted and frozen (engine onednn) and, for models that it cannot trace, eager-mode quantization of the
-linear layers, traced and frozen. All variants of a model take turns in one run; ratios are to the first, slice by slice.
+Those are FX graph mode scripted and frozen (engine onednn) and, for models that it cannot trace, eager-mode
+quantization of the
+linear layers, traced and frozen. All variants of a model take turns in one run; ratios are to the first, slice by
+slice.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ ROWS = (("resnet18", 1), ("resnet50", 1), ("resnet50", 16), ("mobilenet_v2", 1),
 
 def frozen(model: nn.Module, args: tuple, kwargs: dict, trace: bool) -> nn.Module:
     if trace:
-        scripted = torch.jit.trace(model, args or None, example_kwarg_inputs=kwargs or None, strict=False, check_trace=False)
+        scripted = torch.jit.trace(
+            model, args or None, example_kwarg_inputs=kwargs or None, strict=False, check_trace=False
+        )
     else:
         scripted = torch.jit.script(model)
     return torch.jit.freeze(scripted.eval())
@@ -60,7 +64,9 @@ def peer(bench: Benchmark) -> tuple[str, nn.Module]:
 
 
 def batched(item: Any, batch: int) -> Any:
-    return tree_map(lambda leaf: leaf.repeat(batch, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, item)
+    return tree_map(
+        lambda leaf: leaf.repeat(batch, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, item
+    )
 
 
 def first(output: Any) -> Tensor:

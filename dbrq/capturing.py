@@ -1,6 +1,7 @@
 """Telling the user's code that it is being captured.
 
-Libraries ask ``torch.compiler.is_compiling()`` before they look at values to save work (an attention mask that masks nothing, for one).
+Libraries ask ``torch.compiler.is_compiling()`` before they look at values to save work (an attention mask that masks
+nothing, for one).
 The flag behind it is process-wide; here it is true for one thread only, so other models in the process do not notice.
 """
 

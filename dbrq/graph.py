@@ -1,7 +1,9 @@
 """Recording an FX graph from a run on real tensors: nodes, which tensor each one made, and the tensors the graph holds.
 
-``GraphRecorder`` executes every call it records, so it always has real values; sizes and other numbers read from tensors come back
-as traced numbers (symbols.py). A TorchDispatchMode below it sees whatever else touches a traced tensor: a value made behind the
+``GraphRecorder`` executes every call it records, so it always has real values; sizes and other numbers read from
+tensors come back
+as traced numbers (symbols.py). A TorchDispatchMode below it sees whatever else touches a traced tensor: a value made
+behind the
 recorder's back would be frozen into the graph, so using one is an error.
 """
 
@@ -33,7 +35,8 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
 _OPERATORS: dict[str, tuple[Callable, bool]] = {
     f"__{prefix}{name}__": (getattr(operator, f"{name}_" if name in ("and", "or") else name), prefix == "r")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift",
+    "rshift")
     for prefix in ("", "r")
 }  # fmt: skip
 _OPERATORS |= {f"__{name}__": (getattr(operator, name), False) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")}
@@ -302,8 +305,8 @@ class GraphRecorder:
             return "call_method", _INPLACE[name], given, {}
         if _is_method(function):
             subject = options.pop("self", None) or options.pop("input", None) if not given else None
-            return "call_method", name, [subject] if not given else given, options
-        if name == "einsum" and len(given) > 2 or name == "einsum" and not isinstance(given[1], (list, tuple)):
+            return "call_method", name, given if given else [subject], options
+        if (name == "einsum" and len(given) > 2) or (name == "einsum" and not isinstance(given[1], (list, tuple))):
             given = [given[0], list(given[1:])]
         if name in _VARIADIC and given and isinstance(given[0], Tensor):
             given = [list(given)]
@@ -315,9 +318,8 @@ class GraphRecorder:
         for leaf in _leaves(arguments):
             if isinstance(leaf, Traced):
                 return False
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight):
-                if self.depends(leaf):
-                    return False
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight) and self.depends(leaf):
+                return False
         return True
 
     def _argument(self, value: Any) -> Any:

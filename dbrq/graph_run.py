@@ -25,7 +25,6 @@ from .errors import DeviationError, RewriteError
 from .graph import GraphRecorder
 from .kernels import along, ints
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
-from .plan_base import Plan
 from .plans import EmbeddingPlan
 from .record import Tag, user_line
 from .reference import run_float
@@ -41,7 +40,8 @@ _SAME = moves.SAME | {"to", "clone", "detach", "data"}
 class GraphRun(RunCall):
     """Records one run of a converted model.
 
-    Override ``RunCall``'s ways in: ``_leaf`` for leaf modules, ``__torch_function__`` for functions, ``_opaque`` for what is
+    Override ``RunCall``'s ways in: ``_leaf`` for leaf modules, ``__torch_function__`` for functions, ``_opaque`` for
+    what is
     not looked into.
     """
 
@@ -329,7 +329,9 @@ class GraphRun(RunCall):
         if bound[10] is not None:  # padding entries all look at one row more, which counts as padding
             found = torch.cat([found, torch.zeros(1, int8.shape[1])])
             places, padding = places.masked_fill(index == bound[10], index.numel()), -1
-        return F.embedding_bag(places, found, bound[2], None, bound[4], False, bound[6], False, bound[8], bound[9], padding)
+        return F.embedding_bag(
+            places, found, bound[2], None, bound[4], False, bound[6], False, bound[8], bound[9], padding
+        )
 
     def _recurrent(self, hook: Any, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         raise RewriteError(
@@ -350,9 +352,10 @@ class GraphRun(RunCall):
         tag = None if known is None else known.tag
         if tag != read.tag:
             warnings.warn(
-                f"dbrq: {hook.op.path} stays float in the graph: it reads a value made by {tag!r} and was recorded with "
-                f"the value that {read.tag!r} made", stacklevel=2,
-            )  # fmt: skip
+                f"dbrq: {hook.op.path} stays float in the graph: it reads a value made by {tag!r} and was recorded "
+                f"with the value that {read.tag!r} made",
+                stacklevel=2,
+            )
             return None
         qparams = hook.read_qparams[number]
         key = ("read", id(x), x._version, qparams)
@@ -510,7 +513,8 @@ def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> A
 
 _SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
     "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride, "__len__": _len,
-    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__": _number,
+    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
+    _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
     "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
     "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,

@@ -1,6 +1,7 @@
 """``rewrite``: from a converted model to a ``torch.fx.GraphModule`` in Q/DQ form.
 
-The graph is recorded from one run (graph_run.py), so Python control flow is resolved by that run. What the run depended on is
+The graph is recorded from one run (graph_run.py), so Python control flow is resolved by that run. What the run
+depended on is
 asserted in the graph: ranks and dtypes of the inputs, and every number that steered a decision.
 """
 
@@ -38,7 +39,8 @@ def rewrite(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. Only inputs given here become inputs of the graph.
+        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. Only inputs given here become inputs
+        of the graph.
 
     Returns:
         A GraphModule that computes what ``quantized`` does, in ``quantized_decomposed`` ops; ``torch.jit.script`` takes
@@ -83,9 +85,10 @@ def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[st
         except Exception:
             raise error from None
         warnings.warn(
-            f"dbrq: the graph holds for the shapes of the example only; the model's code does not take sizes that are no "
-            f"plain ints: {type(error).__name__}: {error}", stacklevel=2,
-        )  # fmt: skip
+            "dbrq: the graph holds for the shapes of the example only; the model's code does not take sizes that are "
+            f"no plain ints: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
         return recording
 
 
@@ -109,7 +112,6 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: b
 def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
     model = copy.deepcopy(quantized)  # the run may leave traces in it
     args, kwargs = copy.deepcopy((args, kwargs))
-    intercepted: InterceptedForward = model.__dict__["forward"]
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, symbolic, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
@@ -150,7 +152,9 @@ def _name_leaves(model: nn.Module, recorder: GraphRecorder) -> None:
 def check_input(x: Tensor, name: str, rank: int, dtype: torch.dtype) -> None:
     """Raises unless an input has the rank and dtype the graph was made for."""
     if x.dim() != rank:
-        raise RuntimeError(f"dbrq: input {name} must have {rank} dimensions, as in the graph's example, and has {x.dim()}")
+        raise RuntimeError(
+            f"dbrq: input {name} must have {rank} dimensions, as in the graph's example, and has {x.dim()}"
+        )
     if x.dtype != dtype:
         raise RuntimeError(f"dbrq: input {name} has another dtype than in the graph's example")
 
@@ -190,7 +194,9 @@ class _Inputs:
             nodes.append(self._placeholder(name, value, default, optional))
         for (name, value, default, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
             if wrapped:
-                node = recorder.graph.create_node("call_function", torch.jit._unwrap_optional, (node,), name=f"{name}_given")
+                node = recorder.graph.create_node(
+                    "call_function", torch.jit._unwrap_optional, (node,), name=f"{name}_given"
+                )
             values[name] = self._value(node, value, name, key) if given else self._absent(node, value, name)
         self.args, self.kwargs = self._call(signature, bound, values)
 
@@ -228,18 +234,21 @@ class _Inputs:
             return value
         if isinstance(value, (list, tuple)):
             items = [
-                self._walk(self._item(node, i, f"{name}_{i}"), item, f"{name}[{i}]", tags) for i, item in enumerate(value)
+                self._walk(self._item(node, i, f"{name}_{i}"), item, f"{name}[{i}]", tags)
+                for i, item in enumerate(value)
             ]
             if isinstance(value, list):
                 recorder.check(recorder.graph.call_function(len, (node,)), len(value), f"the length of {name}")
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, Mapping):
-            changed = {k: self._walk(self._item(node, k, f"{name}_{k}"), v, f"{name}[{k!r}]", tags) for k, v in value.items()}
+            changed = {
+                k: self._walk(self._item(node, k, f"{name}_{k}"), v, f"{name}[{k!r}]", tags) for k, v in value.items()
+            }
             out = copy.copy(value)
             for k, v in changed.items():
                 out[k] = v  # type: ignore[index]
             return out
-        if isinstance(value, bool) or isinstance(value, (float, str)):
+        if isinstance(value, (bool, float, str)):
             recorder.check(node, value, f"argument {name}")
             return value
         if isinstance(value, int):
@@ -253,15 +262,18 @@ class _Inputs:
                 (recorder.graph.call_function(operator.is_, (node, None)), f"dbrq: this graph was made without {name}"),
             )
             return None
-        if any(isinstance(leaf, Tensor) for leaf in vars(value).values() if hasattr(value, "__dict__")):
+        if any(isinstance(leaf, Tensor) for leaf in getattr(value, "__dict__", {}).values()):
             raise RewriteError(
-                "an input is an object that a graph cannot take apart", path="", expected="tensors, numbers and containers",
+                "an input is an object that a graph cannot take apart", path="",
+                expected="tensors, numbers and containers",
                 got=f"{name}: {type(value).__name__}", hint="pass its tensors one by one, or leave it out",
             )  # fmt: skip
         return value
 
     def _item(self, node: fx.Node, key: Any, name: str) -> fx.Node:
-        return self.recorder.graph.create_node("call_function", operator.getitem, (node, key), name=re.sub(r"\W", "_", name))
+        return self.recorder.graph.create_node(
+            "call_function", operator.getitem, (node, key), name=re.sub(r"\W", "_", name)
+        )
 
     def _call(self, signature: inspect.Signature, bound: inspect.BoundArguments, values: dict) -> tuple[tuple, dict]:
         for name, parameter in signature.parameters.items():
@@ -332,7 +344,9 @@ class _Returned:
         if self.template is output and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
             raise RewriteError("the output cannot be taken apart", path="", got=type(output).__name__)
         self.is_plain = _is_plain(self.template)
-        self.plain = tree_map(lambda leaf: nodes[leaf.index] if isinstance(leaf, _Slot) else leaf, _as_plain(self.template))
+        self.plain = tree_map(
+            lambda leaf: nodes[leaf.index] if isinstance(leaf, _Slot) else leaf, _as_plain(self.template)
+        )
         return self
 
     def __call__(self, plain: Any) -> Any:

@@ -1,7 +1,9 @@
 """Sizes and numbers that the user's code computes from tensors while a graph is recorded.
 
-They are what ``x.size(0)`` or ``x.sum().item()`` give in such a run: instances of ``torch.SymInt`` and its relatives, which
-torch's functions take wherever they take a number. Arithmetic on one is recorded, so it stays free in the graph. Turning one into a
+They are what ``x.size(0)`` or ``x.sum().item()`` give in such a run: instances of ``torch.SymInt`` and its relatives,
+which
+torch's functions take wherever they take a number. Arithmetic on one is recorded, so it stays free in the graph.
+Turning one into a
 Python decision (``if n > 3``, ``range(n)``) makes it a constant, and the recorder is told, who asserts it in the graph.
 """
 

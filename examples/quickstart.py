@@ -3,9 +3,10 @@
     python examples/quickstart.py                  # a sentence encoder, on a small retrieval task
     python examples/quickstart.py --model digits   # a convolutional network, on handwritten digits
 
-Everything that concerns dbrq is two lines of ``main``:
+Everything that concerns dbrq is three lines of ``main``:
 
     quantized = dbrq.quantize(model, task.calibration_batches())
+    lowered = dbrq.lower(quantized, task.example_inputs())
     dbrq.report(quantized).coverage
 
 ``quantize`` runs the model once to see which operations it consists of, runs it on all of the data to learn the range
@@ -13,6 +14,10 @@ of every activation, and returns a copy with int8 kernels inside. The copy is us
 arguments, same kind of output. Some dozens of samples are enough, and they need no labels; take them from what the
 model will meet in use. ``print(dbrq.report(quantized))`` lists every operation, and why those that stayed in float did.
 To take the steps one by one, call ``dbrq.prepare``, ``dbrq.calibrate`` and ``dbrq.convert``.
+
+``lower`` makes a graph of fused kernels of it, a ``torch.jit.ScriptModule`` that needs no dbrq where it runs:
+
+    python examples/quickstart.py --save model.pt      # then: python examples/serve.py model.pt model.pt.inputs
 """
 
 import argparse
@@ -42,18 +47,19 @@ def megabytes(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def milliseconds(models: tuple[nn.Module, nn.Module], inputs: Any, slices: int = 8) -> tuple[float, float]:
-    """The median latency of two models. They take turns, so that a busy moment of the machine hits both."""
-    times: tuple[list[float], list[float]] = ([], [])
+def milliseconds(models: tuple[nn.Module, ...], inputs: Any, slices: int = 8) -> tuple[float, ...]:
+    """The median latency of each model. They take turns, so that a busy moment of the machine hits all of them."""
+    times: list[list[float]] = [[] for _ in models]
     for model in models:
-        run(model, inputs)  # the first call also prepares kernels
+        for _ in range(3):
+            run(model, inputs)  # the first calls also prepare kernels
     for _ in range(slices):
         for model, sample in zip(models, times, strict=True):
             end = time.perf_counter() + SLICE_SECONDS
             while (start := time.perf_counter()) < end:
                 run(model, inputs)
                 sample.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[0]), statistics.median(times[1])
+    return tuple(map(statistics.median, times))
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
@@ -64,16 +70,25 @@ def run(model: nn.Module, inputs: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Quantize a trained model and compare it with the original.")
     parser.add_argument("--model", choices=["minilm", "digits"], default="minilm")
-    task = importlib.import_module(parser.parse_args().model)
+    parser.add_argument("--save", metavar="PATH", help="save the lowered model, and an example beside it")
+    options = parser.parse_args()
+    task = importlib.import_module(options.model)
 
     model = task.load_model()
     quantized = dbrq.quantize(model, task.calibration_batches())
+    lowered = dbrq.lower(quantized, task.example_inputs())
 
     measured = task.evaluate(model, quantized)
     measured["size on disk (MB)"] = (megabytes(model), megabytes(quantized))
-    measured["latency (ms, median)"] = milliseconds((model, quantized), task.example_inputs())
+    before, eager, fused = milliseconds((model, quantized, lowered), task.example_inputs())
+    measured["latency (ms, median)"] = (before, eager)
+    measured["latency of the lowered model"] = (before, fused)
     rows = [(name, before, after, after / before) for name, (before, after) in measured.items()]
     print(tabulate(rows, headers=["", "float", "int8", "int8 / float"], floatfmt=("", ".3f", ".3f", ".3f")))
+    if options.save:
+        dbrq.save(lowered, options.save)
+        inputs = task.example_inputs()
+        torch.save(dict(inputs) if isinstance(inputs, Mapping) else inputs, f"{options.save}.inputs")
     print(f"\n{dbrq.report(quantized).coverage:.1%} of all convolution and linear multiply-accumulates run in int8.")
 
 

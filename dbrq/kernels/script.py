@@ -1,12 +1,14 @@
 """The kernels as modules that TorchScript takes: what a lowered graph calls.
 
-Shapes, ranks and element types are checked before a kernel sees them, here as in eager mode: some of these ops corrupt memory when
-misused. Weights are kept as int8 and packed when the module is made, loaded or copied, for the input shape of the example.
+Shapes, ranks and element types are checked before a kernel sees them, here as in eager mode: some of these ops
+corrupt memory when
+misused. Weights are kept as int8 and packed when the module is made, loaded or copied, for the input shape of the
+example.
 The same code runs in Python, where it is slower.
 """
 
 # ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
-# ruff: noqa: UP006, UP035, UP007, UP045 (TorchScript reads these annotations)
+# ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
 from collections.abc import Sequence
 from typing import List, Optional, Tuple
@@ -22,7 +24,8 @@ _ROUND = 12582912.0  # see kernels.quantize
 def _bits(x: Tensor) -> Tensor:
     """int32 whose low 8 bits are those of a float32 tensor of shifted levels.
 
-    ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the number
+    ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the
+    number
     itself serves, since ``_ROUND`` is a multiple of 256.
     """
     if x.is_contiguous():
@@ -82,7 +85,9 @@ class QuantizeImage(nn.Module):
         if x.dtype != torch.float32:
             x = x.to(torch.float32)
         levels = torch.add(self.shift, x, alpha=self.inverse).clamp_(self.low, self.high).sub_(self.round)
-        pixels = torch.add(levels.select(1, 0), levels.select(1, 1), alpha=256.0).add_(levels.select(1, 2), alpha=65536.0)
+        pixels = torch.add(levels.select(1, 0), levels.select(1, 1), alpha=256.0).add_(
+            levels.select(1, 2), alpha=65536.0
+        )
         if self.pads:
             pixels = torch.constant_pad_nd(pixels, self.padding, self.fill)
         words = pixels.to(torch.int32).contiguous()
@@ -141,7 +146,9 @@ def _output(out: Optional[QParams], dtype: torch.dtype) -> Tuple[float, int, int
 
 
 class _Kernel(nn.Module):
-    """What convolutions and linear layers share: the int8 weight, its scales and bias, and how the result is written."""
+    """What convolutions and linear layers share: the int8 weight, its scales and bias, and how the result is
+    written.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -193,7 +200,21 @@ _KERNEL_CONSTANTS = ["input_scale", "input_zero_point", "output_scale", "output_
 class Conv(_Kernel):
     """conv1d, conv2d or conv3d of a batched uint8 tensor, with a post-op."""
 
-    __constants__ = [*_KERNEL_CONSTANTS, "stride", "padding", "hand_padding", "fill", "dilation", "groups", "channels", "kernel", "shape", "ndim", "least", "pads_by_hand"]  # noqa: E501
+    __constants__ = [
+        *_KERNEL_CONSTANTS,
+        "stride",
+        "padding",
+        "hand_padding",
+        "fill",
+        "dilation",
+        "groups",
+        "channels",
+        "kernel",
+        "shape",
+        "ndim",
+        "least",
+        "pads_by_hand",
+    ]
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], stride: Sequence[int], padding: Sequence[int],
@@ -305,7 +326,9 @@ class ConvSum(Conv):
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
         self.owned = owned
-        self.room = tuple(2 * p - d * (k - 1) - 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True))
+        self.room = tuple(
+            2 * p - d * (k - 1) - 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True)
+        )
 
     def forward(self, q: Tensor, other: Tensor) -> Tensor:
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
@@ -313,7 +336,12 @@ class ConvSum(Conv):
         q = self.prepared(q)
         height = (q.size(2) + self.room[0]) // self.stride[0] + 1
         width = (q.size(3) + self.room[1]) // self.stride[1] + 1
-        if list(other.size()) != [q.size(0), self.weight.size(0), height, width]:  # it broadcasts, which the kernel would take for memory that is not there
+        if list(other.size()) != [
+            q.size(0),
+            self.weight.size(0),
+            height,
+            width,
+        ]:  # it broadcasts, which the kernel would take for memory that is not there
             return self.separately(q, other)
         if self.owned:
             accumulator = other.contiguous(memory_format=torch.channels_last)
@@ -329,7 +357,8 @@ class ConvSum(Conv):
     def separately(self, q: Tensor, other: Tensor) -> Tensor:
         """The same in two steps; ``q`` is prepared."""
         result = torch.ops.onednn.qconv_pointwise(
-            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias, self.stride,
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias,
+            self.stride,
             self.padding, self.dilation, self.groups, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return self.summed(result, other, self.other_scale, self.other_zero_point)
@@ -353,7 +382,9 @@ class Linear(_Kernel):
     def prepared(self, q: Tensor) -> Tensor:
         """The input, checked and contiguous."""
         assert q.dtype == torch.uint8, "dbrq: an int8 linear layer takes uint8"
-        assert q.dim() > 0 and q.size(-1) == self.weight.size(1), f"dbrq: a linear layer of {self.weight.size(1)} inputs got {q.size(-1)}"  # noqa: E501
+        assert q.dim() > 0 and q.size(-1) == self.weight.size(1), (
+            f"dbrq: a linear layer of {self.weight.size(1)} inputs got {q.size(-1)}"
+        )
         assert q.numel() > 0, "dbrq: int8 kernels take no empty batch"
         return q.contiguous()
 
@@ -450,7 +481,9 @@ class LinearAdd(Linear):
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         expected = list(x.size())
         expected[-1] = self.weight.size(0)
-        assert (other.dtype == torch.uint8) == self.reads_int8, "dbrq: the other operand of a fused add has the wrong type"
+        assert (other.dtype == torch.uint8) == self.reads_int8, (
+            "dbrq: the other operand of a fused add has the wrong type"
+        )
         assert self.reads_int8 or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
         if list(other.size()) != expected:  # it broadcasts, which the kernel would take for memory that is not there
             return self.separately(x, other)
@@ -513,7 +546,9 @@ class DynamicLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.numel() > 0, "dbrq: int8 kernels take no empty batch"
-        assert x.size(-1) == self.weight.size(1), f"dbrq: a linear layer of {self.weight.size(1)} inputs got {x.size(-1)}"
+        assert x.size(-1) == self.weight.size(1), (
+            f"dbrq: a linear layer of {self.weight.size(1)} inputs got {x.size(-1)}"
+        )
         arguments: List[Optional[number]] = []
         dtype = torch.float32 if self.kind == 1 else torch.bfloat16
         low, high = torch.aminmax(x)
@@ -553,7 +588,9 @@ def max_pool(
 def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
     """Batched ``a @ b`` of two uint8 tensors -> float32, exact until the last scaling; see ``kernels.int8_matmul``."""
     assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"
-    assert a.dim() >= 2 and b.dim() >= 2 and a.size(-1) == b.size(-2), "dbrq: an int8 matmul of shapes that do not match"
+    assert a.dim() >= 2 and b.dim() >= 2 and a.size(-1) == b.size(-2), (
+        "dbrq: an int8 matmul of shapes that do not match"
+    )
     assert a.numel() > 0 and b.numel() > 0, "dbrq: int8 kernels take no empty batch"
     m, k, n = a.size(-2), a.size(-1), b.size(-1)
     batch = list(torch.empty(list(a.size())[:-2] + [0]).add(torch.empty(list(b.size())[:-2] + [0])).size())[:-1]
@@ -594,7 +631,9 @@ def scale_levels(x: Tensor, scale: float, zero_point: int) -> Tensor:
 
 def nearest(q: Tensor, size: Optional[List[int]], scale_factor: Optional[List[float]], mode: str) -> Tensor:
     """Interpolation that chooses elements, on the integers; torch's kernels take uint8 in some layouts only."""
-    return torch.nn.functional.interpolate(q.to(torch.float32), size, scale_factor, mode).to(torch.int32).to(torch.uint8)
+    return (
+        torch.nn.functional.interpolate(q.to(torch.float32), size, scale_factor, mode).to(torch.int32).to(torch.uint8)
+    )
 
 
 def pad(q: Tensor, pads: List[int], zero_point: int) -> Tensor:

@@ -38,7 +38,8 @@ def lower(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these shapes; other shapes run,
+        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these shapes;
+        other shapes run,
             other image sizes perhaps slower.
         backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
         dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
@@ -71,7 +72,9 @@ def lower(
 
 
 def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lowering:
-    """Apply the torchscript backend's rewrites to a Q/DQ graph, which is used up; the result's ``module`` runs in Python too."""
+    """Apply the torchscript backend's rewrites to a Q/DQ graph, which is used up; the result's ``module`` runs in
+    Python too.
+    """
     graph.graph.set_codegen(CodeGen())
     lowering = Lowering(graph, dtype)
 
@@ -100,7 +103,12 @@ def _free_of_strides(lowering: Lowering) -> None:
             node.target = "reshape"
         kernel = lowering.modules.get(node.target) if node.op == "call_module" else None
         read_as_is = writes or any(user.op == "output" for user in node.users)
-        if kernel is not None and node.meta.get("dtype") is not torch.uint8 and len(node.meta.get("shape", ())) == 4 and read_as_is:
+        if (
+            kernel is not None
+            and node.meta.get("dtype") is not torch.uint8
+            and len(node.meta.get("shape", ())) == 4
+            and read_as_is
+        ):
             with graph.inserting_after(node):
                 contiguous = graph.call_method("contiguous", (node,))
             contiguous.meta = dict(node.meta)
@@ -142,6 +150,8 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
             return torch.jit.script(module)
     except Exception as error:
         raise RewriteError(
-            f"TorchScript does not take the graph: {error}", path="", got=type(quantized).__name__,
+            f"TorchScript does not take the graph: {error}",
+            path="",
+            got=type(quantized).__name__,
             hint="dbrq.rewrite gives the graph itself, which runs in Python",
         ) from error

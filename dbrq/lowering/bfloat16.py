@@ -1,6 +1,7 @@
 """Running what stays float in bfloat16: int8 kernels read and write it as they do float32, so only casts are needed.
 
-Where casts belong is found by running the graph on the example: any op that meets float32 beside bfloat16 gets bfloat16.
+Where casts belong is found by running the graph on the example: any op that meets float32 beside bfloat16 gets
+bfloat16.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _narrow_inputs(module: fx.GraphModule) -> None:
         checks = [user for user in node.users if getattr(user.target, "__name__", "") == "check_input"]
         if not checks:
             continue
-        readers = [user for user in node.users if user not in checks and not _quantizes(module, user) and _reads_elements(user)]
+        readers = [
+            user for user in node.users if user not in checks and not _quantizes(module, user) and _reads_elements(user)
+        ]
         if readers:
             with module.graph.inserting_after(checks[-1]):
                 narrow = module.graph.call_method("to", (node, torch.bfloat16))

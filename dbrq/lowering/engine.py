@@ -231,7 +231,11 @@ def fold_constants(lowering: Lowering) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
             with torch.no_grad():
                 target = node.target
-                known[node] = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+                known[node] = (
+                    getattr(args[0], target)(*args[1:], **kwargs)
+                    if isinstance(target, str)
+                    else target(*args, **kwargs)
+                )
     for node, value in known.items():
         if node.op == "get_attr" or not isinstance(value, Tensor) or not any(user not in known for user in node.users):
             continue

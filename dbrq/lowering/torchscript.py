@@ -1,6 +1,8 @@
-"""The torchscript backend: int8 patterns of the Q/DQ graph become calls of stock torch kernels, one each where there is one.
+"""The torchscript backend: int8 patterns of the Q/DQ graph become calls of stock torch kernels, one each where there
+is one.
 
-``REWRITES`` is the whole of it, most specific first. What no rewrite takes is computed in float between ``Quantize`` and ``dequantize``.
+``REWRITES`` is the whole of it, most specific first. What no rewrite takes is computed in float between ``Quantize``
+and ``dequantize``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ def _computes(*ndims: int) -> Predicate:
 
     def fits(node: fx.Node) -> bool:
         found = bind(node)
-        if found is None or found[0].role is not Role.COMPUTE or found[0].name == "matmul" or found[0].ndim not in ndims:
+        if (
+            found is None
+            or found[0].role is not Role.COMPUTE
+            or found[0].name == "matmul"
+            or found[0].ndim not in ndims
+        ):
             return False
         return is_dequantize(found[1][0]) and is_weight(found[1][1])
 
@@ -86,7 +93,7 @@ def _takes_post_op(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def _takes_sum(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """Whether an add behind a convolution or linear layer can be part of it."""
     head, add = nodes[:2]
-    row, bound = bind(add)  # type: ignore[misc]
+    _, bound = bind(add)  # type: ignore[misc]
     head_row = row_of(head)
     assert head_row is not None
     if head_row.ndim not in (0, 2):
@@ -239,7 +246,9 @@ def _int8_matmul(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     if last is not head:
         scale /= float(bind(last)[1][1])  # type: ignore[index]
     args = (a.args[0], b.args[0], scale, qa.zero_point, qb.zero_point)
-    lowering.replace(last, lowering.call(last, script.int8_matmul, args, last, op=head.meta.get("op"), dtype=torch.float32))
+    lowering.replace(
+        last, lowering.call(last, script.int8_matmul, args, last, op=head.meta.get("op"), dtype=torch.float32)
+    )
     return "aten._int_mm" + (" + div" if last is not head else "")
 
 
@@ -259,7 +268,9 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _moves(node: fx.Node) -> bool:
-    """An op that moves or chooses elements of int8 values, all of one scale, and is quantized right after to the same."""
+    """An op that moves or chooses elements of int8 values, all of one scale, and is quantized right after to the
+    same.
+    """
     row = row_of(node)
     if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
         return False
@@ -285,13 +296,24 @@ def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         new = lowering.call(node, script.max_pool, args, node, dtype=torch.uint8, qparams=qparams)
         words = "quantized.max_pool2d"
     elif row.name == "interpolate":
-        new = lowering.call(node, script.nearest, (bound[0].args[0], *bound[1:3], bound[3]), node, dtype=torch.uint8, qparams=qparams)
+        new = lowering.call(
+            node, script.nearest, (bound[0].args[0], *bound[1:3], bound[3]), node, dtype=torch.uint8, qparams=qparams
+        )
         words = "integers"
     elif row.name == "pad" and bound[2] == "constant":
-        new = lowering.call(node, script.pad, (bound[0].args[0], bound[1], qparams.zero_point), node, dtype=torch.uint8, qparams=qparams)
+        new = lowering.call(
+            node, script.pad, (bound[0].args[0], bound[1], qparams.zero_point), node, dtype=torch.uint8, qparams=qparams
+        )
         words = "integers"
     elif row.name == "pad":
-        new = lowering.call(node, script.pad_mode, (bound[0].args[0], list(bound[1]), bound[2]), node, dtype=torch.uint8, qparams=qparams)
+        new = lowering.call(
+            node,
+            script.pad_mode,
+            (bound[0].args[0], list(bound[1]), bound[2]),
+            node,
+            dtype=torch.uint8,
+            qparams=qparams,
+        )
         words = "integers"
     else:
         new = node
@@ -340,7 +362,9 @@ def _average_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     node.replace_input_with(source, levels)
     node.meta["dtype"] = torch.float32
     with lowering.graph.inserting_after(node):
-        scaled = lowering.graph.create_node("call_function", script.scale_levels, (node, qparams.scale, qparams.zero_point), name=node.name)
+        scaled = lowering.graph.create_node(
+            "call_function", script.scale_levels, (node, qparams.scale, qparams.zero_point), name=node.name
+        )
     scaled.meta = dict(node.meta)
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     lowering.erase(source)
@@ -367,7 +391,10 @@ def _requantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 
 def _feeds_conv2d(lowering: Lowering, node: fx.Node) -> bool:
-    return any(u.op == "call_module" and isinstance(k := lowering.modules.get(u.target), script.Conv) and k.ndim == 2 for u in node.users)
+    return any(
+        u.op == "call_module" and isinstance(k := lowering.modules.get(u.target), script.Conv) and k.ndim == 2
+        for u in node.users
+    )
 
 
 def _image_conv(lowering: Lowering, node: fx.Node) -> script.Conv | None:
@@ -535,7 +562,11 @@ def _may_alias(user: fx.Node) -> bool:
     if user.op == "output" or user.meta.get("writes"):
         return True
     row = row_of(user)
-    return (row is not None and row.role is Role.PASS) or is_call(user, operator.getitem) or (row is None and user.op == "call_method" and user.target not in ("size", "numel"))  # noqa: E501
+    return (
+        (row is not None and row.role is Role.PASS)
+        or is_call(user, operator.getitem)
+        or (row is None and user.op == "call_method" and user.target not in ("size", "numel"))
+    )
 
 
 def problem(lowering: Lowering, node: fx.Node) -> str:

@@ -1,0 +1,338 @@
+"""``lower``: one stock kernel for each int8 pattern that has one, and right numbers for all of them.
+
+The tables are CONFORMANCE.md section 4, row by row. Each pattern runs twice: as it is ("float out"), and in front of a layer
+that reads int8 ("int8 out"). That layer multiplies by one, so what it returns shows the integers. A case says what runs, and
+nothing else that computes may: ``"quantize qconv qconv_sum"``; "dequantize" stands for ``aten::mul_``, which scales integers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import operator
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Call, convert, fake_quantized, floats, run, step_of
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dbrq
+from dbrq.errors import QuantizationError
+from dbrq.graph import DEQUANTIZE, QUANTIZE
+from dbrq.lowering import lower_graph, torchscript
+from dbrq.lowering.engine import is_dequantize, verify
+
+KERNELS = {"qconv_pointwise": "qconv", "qconv2d_pointwise": "qconv_sum", "qlinear_pointwise": "qlinear", "_int_mm": "int_mm",
+           "max_pool2d": "max_pool", "mul_": "dequantize", "hardtanh": "clamp"}  # fmt: skip
+MOVING = set(
+    "empty set_ _to_copy clone copy_ view _unsafe_view as_strided permute transpose t slice select expand squeeze unsqueeze split "
+    "split_with_sizes cat stack repeat flip roll narrow detach index_select unbind fill_ zeros arange full empty_like alias index".split()
+)
+
+
+class Computing(TorchDispatchMode):
+    """Counts what computes: int8 kernels, and ops on floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        tensors = [t for t in (*args, result) if isinstance(t, Tensor)]
+        if name == "add" and tensors[0].dim() == 0:  # zero point + x / scale
+            self.found["quantize"] += 1
+        elif name in ("clamp_", "sub_", "add_") and len(tensors) < 3 + any(t.dim() < 2 for t in tensors[1:]):
+            pass  # by numbers: parts of quantizing and dequantizing
+        elif name in KERNELS or (name not in MOVING and any(t.is_floating_point() for t in tensors)):
+            self.found[KERNELS.get(name, name)] += 1
+        return result
+
+
+def calls(model: Callable, inputs) -> Counter:
+    """What computes in one run."""
+    inputs = copy.deepcopy(inputs if isinstance(inputs, tuple) else (inputs,))
+    with torch.no_grad(), Computing() as seen:
+        model(*inputs)
+    return seen.found
+
+
+def counted(spec: str) -> Counter:
+    """``"quantize int_mm*4"`` -> {"quantize": 1, "int_mm": 4}."""
+    found: Counter = Counter()
+    for item in spec.split():
+        name, _, times = item.partition("*")
+        found[name] += int(times or 1)
+    return found
+
+
+@dataclass
+class Case:
+    """A pattern, its example, and what runs: with float out, and with int8 out ("" for the same and the layer behind)."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple | Callable[[], object]
+    runs: str
+    int8: str = ""
+    behind: str = "qconv"
+    mapping: QConfigMapping | None = None
+
+    def example(self):
+        return self.shape() if callable(self.shape) else torch.randn(self.shape)
+
+
+class Followed(nn.Module):
+    """A model and a layer that reads int8 and multiplies by one."""
+
+    def __init__(self, model: nn.Module, example, behind: str) -> None:
+        super().__init__()
+        self.model = model
+        like = run(model, example)
+        like = like[0] if isinstance(like, tuple) else like
+        if behind == "qconv":
+            n = like.dim() - 2
+            self.behind = getattr(nn, f"Conv{n}d")(like.shape[1], like.shape[1], 1, groups=like.shape[1], bias=False)
+            nn.init.ones_(self.behind.weight)
+        else:
+            self.behind = nn.Linear(like.shape[-1], like.shape[-1], bias=False)
+            nn.init.eye_(self.behind.weight)
+
+    def forward(self, *inputs):
+        out = self.model(*inputs)
+        return (self.behind(out[0]), *out[1:]) if isinstance(out, tuple) else self.behind(out)
+
+
+def last_step(graph: torch.fx.GraphModule) -> float:
+    return [node for node in graph.graph.nodes if is_dequantize(node)][-1].args[1]
+
+
+def assert_lowers(case: Case, out: str) -> torch.jit.ScriptModule:
+    """Judge one case; returns the lowered model."""
+    model, x = settled(case.make()), case.example()
+    if out == "int8":
+        model = Followed(model, x, case.behind).eval()
+    quantized = convert(model, x, case.mapping).quantized
+    lowered, graph = dbrq.lower(quantized, x), dbrq.rewrite(quantized, x)
+    assert isinstance(lowered, torch.jit.ScriptModule)
+    got, before = run(lowered, x), run(model, x)
+    for a, b in zip(floats(got), floats(before), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    for name, reference in (
+        ("fake quantization", fake_quantized(quantized, model, x)),
+        ("the rewritten graph", run(graph, x)),
+        ("the converted model", run(quantized, x)),
+    ):
+        for number, (a, b) in enumerate(zip(floats(got), floats(reference), strict=True)):
+            if out == "int8" and number == 0:
+                apart = (a - b).abs() / last_step(graph)
+                assert apart.max() < 2.5 and (apart < 1.5).float().mean() >= 0.999, f"{apart.max():.1f} steps off {name}"
+            else:
+                apart = (a - b).abs() / (step_of(b) * 255)
+                assert apart.max() < TOLERANCE, f"{apart.max():.5f} of the range off {name}"
+    expected = counted(case.runs if out == "float" else case.int8 or f"{case.runs} {case.behind}")
+    assert calls(lowered, x) == expected, lowered.code
+    return lowered
+
+
+TOLERANCE = 2e-3
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """In eval mode, with batch-norm statistics that are not those of a new model."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for name, low, high in (("weight", 0.5, 1.5), ("bias", -0.3, 0.3), ("running_mean", -0.3, 0.3), ("running_var", 0.5, 1.5)):
+                nn.init.uniform_(getattr(module, name), low, high)
+    return model.eval()
+
+
+def table(*cases: dict[str, Case], outs: tuple = ("float", "int8")):
+    """Runs the test for each case, with each kind of output."""
+    found = {name: case for part in cases for name, case in part.items()}
+    assert len(found) == sum(map(len, cases))
+    named = pytest.mark.parametrize("case", found.values(), ids=found)
+    return lambda test: pytest.mark.parametrize("out", outs)(named(test))
+
+
+# Convolutions
+
+SIZES = {1: (2, 4, 12), 2: (2, 4, 12, 11), 3: (2, 4, 7, 6, 8)}
+CONVOLUTIONS = {
+    "plain": {}, "no bias": {"bias": False}, "stride": {"stride": 2}, "padding": {"padding": 1}, "dilation": {"dilation": 2},
+    "groups": {"groups": 2}, "depthwise": {"groups": 4}, "depthwise, strided and padded": {"groups": 4, "stride": 2, "padding": 1},
+    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}, "1x1": {"kernel_size": 1}, "5x5": {"kernel_size": 5, "padding": 2},
+    "one output channel": {"out_channels": 1}, "padding='same'": {"padding": "same"}, "padding='valid'": {"padding": "valid"},
+    "padding='same', asymmetric": {"kernel_size": 2, "padding": "same"},
+    "padding='same', asymmetric, dilated": {"kernel_size": 4, "dilation": 3, "padding": "same"},
+    "circular": {"padding": 1, "padding_mode": "circular"}, "reflect": {"padding": 1, "padding_mode": "reflect"},
+    "replicate": {"padding": 2, "padding_mode": "replicate"}, "circular and same": {"padding": "same", "padding_mode": "circular"},
+    "circular, same, asymmetric": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
+}  # fmt: skip
+
+
+def conv(n: int = 2, inner: int = 4, **options) -> nn.Module:
+    given = {"out_channels": 8, "kernel_size": 3, **options}
+    return getattr(nn, f"Conv{n}d")(inner, **given)
+
+
+CONVS = {
+    f"conv{n}d {name}": Case(functools.partial(conv, n, **options), SIZES[n], "quantize qconv")
+    for n in (1, 2, 3)
+    for name, options in CONVOLUTIONS.items()
+}
+W = functools.partial(torch.randn, 8, 2, 3, 3)
+CONV_FUNCTIONS = {
+    "F.conv2d, all arguments": lambda m, x: F.conv2d(x, m.w, m.b, 2, 1, 1, 2),
+    "F.conv2d, none": lambda m, x: F.conv2d(x, m.w, groups=2),
+    "F.conv2d, keywords": lambda m, x: F.conv2d(input=x, weight=m.w, bias=m.b, stride=(1, 2), padding=(2, 0), dilation=(2, 1), groups=2),
+    "torch.conv2d, padding='same'": lambda m, x: torch.conv2d(x, m.w, m.b, padding="same", groups=2),
+}  # fmt: skip
+NORMS = {
+    "conv1d bn": (lambda: nn.Sequential(conv(1), nn.BatchNorm1d(8)), SIZES[1], "qconv"),
+    "conv2d bn": (lambda: nn.Sequential(conv(2, bias=False), nn.BatchNorm2d(8)), SIZES[2], "qconv"),
+    "conv3d bn": (lambda: nn.Sequential(conv(3), nn.BatchNorm3d(8)), SIZES[3], "qconv"),
+    "conv bn relu": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU()), SIZES[2], "qconv"),
+    "conv bn hardswish": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8), nn.Hardswish()), SIZES[2], "qconv"),
+    "circular conv bn": (lambda: nn.Sequential(conv(padding=1, padding_mode="circular"), nn.BatchNorm2d(8)), SIZES[2], "qconv"),
+    "linear bn relu": (lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU()), (5, 16), "qlinear"),
+}  # fmt: skip
+OTHER_CONVS = {
+    **{
+        name: Case(functools.partial(Call, fn, w=W(), b=torch.randn(8)), SIZES[2], "quantize qconv")
+        for name, fn in CONV_FUNCTIONS.items()
+    },
+    **{
+        name: Case(make, shape, f"quantize {kernel}", behind=kernel) for name, (make, shape, kernel) in NORMS.items()
+    },
+    "padded by the kernel": Case(lambda: conv(padding=1, out_channels=2), (1, 4, 330, 330), "quantize qconv"),
+    "1x1 input": Case(lambda: conv(padding=1), (2, 4, 1, 1), "quantize qconv"),
+    "as linear": Case(lambda: conv(inner=64, out_channels=64, kernel_size=1), (2, 64, 56, 56), "quantize qlinear"),
+    "without a batch": Case(lambda: conv(), (4, 12, 11), "quantize qconv", "quantize*2 qconv*2"),
+    "channels_last": Case(
+        lambda: conv(padding=1), lambda: torch.randn(SIZES[2]).to(memory_format=torch.channels_last), "quantize qconv"
+    ),
+    "conv_transpose2d": Case(lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3)), SIZES[2], "convolution", "convolution quantize qconv"),
+}
+
+
+@table(CONVS, OTHER_CONVS)
+def test_convolution(case, out):
+    assert_lowers(case, out)
+
+
+# Activations
+
+TAKEN = {"conv1d": {"relu"}, "conv2d": {"relu", "clamp", "hardswish", "silu"}, "conv3d": set(),
+         "linear": {"relu", "clamp", "hardswish", "silu", "leaky_relu", "tanh", "gelu"}}  # as measured: KERNELS.md  # fmt: skip
+#: (what it is to a kernel, how it is written)
+MODULES = [
+    ("relu", nn.ReLU()), ("clamp", nn.ReLU6()), ("clamp", nn.Hardtanh(-1.5, 0.5)), ("hardswish", nn.Hardswish()), ("silu", nn.SiLU()),
+    ("leaky_relu", nn.LeakyReLU(0.2)), ("gelu", nn.GELU()), ("gelu", nn.GELU("tanh")), ("sigmoid", nn.Sigmoid()), ("tanh", nn.Tanh()),
+    ("elu", nn.ELU(0.7)), ("mish", nn.Mish()), ("hardsigmoid", nn.Hardsigmoid()),
+]  # fmt: skip
+SPELLINGS = {
+    "F.relu": ("relu", F.relu), "F.relu(inplace)": ("relu", lambda x: F.relu(x, inplace=True)), "torch.relu_": ("relu", torch.relu_),
+    "x.relu": ("relu", lambda x: x.relu()), "x.relu_": ("relu", lambda x: x.relu_()), "nn.ReLU(inplace)": ("relu", nn.ReLU(True)),
+    "F.relu6": ("clamp", F.relu6), "nn.ReLU6(inplace)": ("clamp", nn.ReLU6(True)), "F.hardtanh": ("clamp", F.hardtanh),
+    "F.hardtanh_": ("clamp", lambda x: F.hardtanh_(x, -0.5, 1.0)), "torch.clamp": ("clamp", lambda x: torch.clamp(x, 0, 6)),
+    "x.clamp(-1, 1)": ("clamp", lambda x: x.clamp(-1, 1)), "x.clamp_": ("clamp", lambda x: x.clamp_(min=-0.5, max=0.5)),
+    "torch.clip": ("clamp", lambda x: torch.clip(x, -0.1, 0.7)), "x.clamp(min=0)": ("relu", lambda x: x.clamp(min=0)),
+    "x.clamp_min(0)": ("relu", lambda x: x.clamp_min(0)), "F.hardswish": ("hardswish", F.hardswish),
+    "nn.Hardswish(inplace)": ("hardswish", nn.Hardswish(True)), "F.silu": ("silu", F.silu),
+    "F.silu(inplace)": ("silu", lambda x: F.silu(x, inplace=True)), "x * sigmoid(x)": ("silu", lambda x: x * torch.sigmoid(x)),
+    "sigmoid(x) * x": ("silu", lambda x: x.sigmoid() * x), "x.mul(sigmoid(x))": ("silu", lambda x: x.mul(F.sigmoid(x))),
+    "F.gelu": ("gelu", F.gelu), "F.gelu(tanh)": ("gelu", lambda x: F.gelu(x, approximate="tanh")), "x.tanh": ("tanh", lambda x: x.tanh()),
+    "torch.tanh_": ("tanh", torch.tanh_), "F.leaky_relu": ("leaky_relu", F.leaky_relu),
+    "F.leaky_relu_": ("leaky_relu", lambda x: F.leaky_relu_(x, 0.3)), "x.sigmoid_": ("sigmoid", lambda x: x.sigmoid_()),
+    "x.abs": ("abs", lambda x: x.abs()), "torch.square": ("pow", torch.square), "x.exp": ("exp", lambda x: x.exp()),
+    "sqrt of abs": ("abs sqrt", lambda x: x.abs().sqrt()), "torch.round": ("round", lambda x: torch.round(x * 1.01)),
+    "x.clamp(max=1)": ("clamp", lambda x: x.clamp(max=1.0)),
+}  # fmt: skip
+LAYERS = {
+    "conv1d": (lambda: conv(1), SIZES[1]), "conv2d": (conv, SIZES[2]), "conv3d": (lambda: conv(3), SIZES[3]),
+    "linear": (lambda: nn.Linear(16, 12), (3, 7, 16)),
+}  # fmt: skip
+
+
+def activated(layer: str, act: Callable) -> nn.Module:
+    made = LAYERS[layer][0]()
+    return nn.Sequential(made, copy.deepcopy(act)) if isinstance(act, nn.Module) else Call(lambda m, x: act(m.layer(x)), layer=made)
+
+
+def activation_case(layer: str, name: str, act: Callable) -> Case:
+    kernel = "qlinear" if layer == "linear" else "qconv"
+    left = "" if name in TAKEN[layer] else f" {name}"
+    after = f"quantize {kernel}{left}{' quantize' * bool(left)} {kernel}"
+    return Case(lambda: activated(layer, act), LAYERS[layer][1], f"quantize {kernel}{left}", after, kernel)
+
+
+ACTIVATIONS = {f"{layer} {act}": activation_case(layer, name, act) for layer in LAYERS for name, act in MODULES}
+ACTIVATION_SPELLINGS = {
+    f"{layer} {text}": activation_case(layer, name, act) for layer in ("conv2d", "linear") for text, (name, act) in SPELLINGS.items()
+}
+
+
+@table(ACTIVATIONS, ACTIVATION_SPELLINGS)
+def test_activation(case, out):
+    assert_lowers(case, out)
+
+
+# Sums: ``y`` is the other operand, ``b`` the layer that gets the sum
+
+SUMS = {
+    "y + b(x)": lambda m, y, x: y + m.b(x), "b(x) + y": lambda m, y, x: m.b(x) + y, "torch.add": lambda m, y, x: torch.add(m.b(x), y),
+    "keywords": lambda m, y, x: torch.add(input=y, other=m.b(x), alpha=1), "x.add": lambda m, y, x: y.add(m.b(x)),
+    "in place": lambda m, y, x: m.b(x).add_(y), "+ relu": lambda m, y, x: F.relu(y + m.b(x)),
+    "+ nn.ReLU": lambda m, y, x: m.relu(m.b(x) + y), "in place + relu_": lambda m, y, x: m.b(x).add_(y).relu_(),
+    "dropout between": lambda m, y, x: (y + m.drop(m.b(x))).relu(),
+}  # fmt: skip
+OTHERS = {  # how the other operand comes, and what runs; S is the kernel with the sum
+    "int8": (lambda m, x, add: add(m, m.a(x), x), "quantize K dequantize S", "quantize K S K"),
+    "float": (lambda m, x, add: add(m, torch.tanh(m.a(x)), x), "quantize K tanh S", "quantize K tanh S quantize K"),
+    "alive": (lambda m, x, add: [(add(m, y, x), y) for y in [m.a(x)]][0], "quantize K S", "quantize K S quantize K"),
+    "the input": (lambda m, x, add: add(m, x, x), "quantize S", "quantize S quantize K"),
+}
+IN_PLACE_SUMS = {
+    "y += b(x)": lambda m, y, x: operator.iadd(y, m.b(x)), "y.add_(b(x))": lambda m, y, x: y.add_(m.b(x)).relu_(),
+}  # fmt: skip
+
+
+def sum_case(kind: str, add: Callable, other: str) -> Case:
+    layer = (lambda: conv(2, 8, padding=1)) if kind == "conv" else (lambda: nn.Linear(16, 16))
+    fn, runs, int8 = OTHERS[other]
+
+    def make() -> nn.Module:
+        return Call(lambda m, x: fn(m, x, add), a=layer(), b=layer(), relu=nn.ReLU(True), drop=nn.Dropout(0.3))
+
+    names = {"K": "qconv", "S": "qconv_sum"} if kind == "conv" else {"K": "qlinear", "S": "qlinear"}
+    runs, int8 = (" ".join(names.get(part, part) for part in text.split()) for text in (runs, int8))
+    if kind == "linear" and other == "float":  # a float operand does not keep a linear layer from writing uint8
+        int8 = "quantize qlinear tanh qlinear*2"
+    if kind == "linear" and other in ("alive", "the input"):
+        int8 = int8.replace(" quantize qlinear", " qlinear")
+    return Case(make, (2, 8, 9, 10) if kind == "conv" else (3, 7, 16), runs, int8, names["K"])
+
+
+SUM_CASES = {
+    f"{kind} {text}, {other}": sum_case(kind, add, other)
+    for kind in ("conv", "linear")
+    for other in OTHERS
+    for text, add in ({**SUMS, **IN_PLACE_SUMS} if other == "int8" else SUMS).items()
+}
+
+
+@table(SUM_CASES)
+def test_sum(case, out):
+    assert_lowers(case, out)
