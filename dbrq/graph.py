@@ -136,6 +136,7 @@ class GraphRecorder:
         with torch._C.DisableTorchFunction():  # the run may be on its way, which would trace the sizes
             node.meta.setdefault("dtype", tensor.dtype)
             node.meta.setdefault("shape", tuple(tensor.shape))
+            node.meta.setdefault("contiguous", tensor.layout is torch.strided and tensor.is_contiguous())
         return known
 
     def alias(self, tensor: Tensor, source: Tensor) -> Tensor:
@@ -431,7 +432,10 @@ class GraphRecorder:
         if value is not True:
             condition = self.graph.call_function(operator.eq, (node, value))
         place = f"module {self.path or '<root>'}, {user_line()}"
-        message = f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from ({place})"
+        message = (
+            f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from "
+            f"({place})"
+        )
         self.graph.call_function(torch._assert, (condition, message))
 
     # Quantized values

@@ -101,18 +101,25 @@ def _free_of_strides(lowering: Lowering) -> None:
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "view" and not writes:
             node.target = "reshape"
-        kernel = lowering.modules.get(node.target) if node.op == "call_module" else None
-        read_as_is = writes or any(user.op == "output" for user in node.users)
-        if (
-            kernel is not None
-            and node.meta.get("dtype") is not torch.uint8
-            and len(node.meta.get("shape", ())) == 4
-            and read_as_is
-        ):
-            with graph.inserting_after(node):
-                contiguous = graph.call_method("contiguous", (node,))
-            contiguous.meta = dict(node.meta)
-            node.replace_all_uses_with(contiguous, delete_user_cb=lambda user, own=contiguous: user is not own)
+        if writes and node.op == "call_module" and _may_be_channels_last(node):  # a view of it may be written to
+            _made_contiguous(graph, node, list(node.users))
+        if node.op == "output":
+            for returned in node.all_input_nodes:
+                if returned.op != "placeholder" and _may_be_channels_last(returned):
+                    _made_contiguous(graph, returned, [node])
+
+
+def _may_be_channels_last(node: fx.Node) -> bool:
+    rank, dtype = len(node.meta.get("shape", ())), node.meta.get("dtype")
+    return bool(rank == 4 and dtype is not torch.uint8 and node.meta.get("contiguous"))
+
+
+def _made_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
+    with graph.inserting_after(node):
+        contiguous = graph.call_method("contiguous", (node,))
+    contiguous.meta = dict(node.meta)
+    for reader in readers:
+        reader.replace_input_with(node, contiguous)
 
 
 def _rebuilt(lowering: Lowering) -> fx.GraphModule:
@@ -147,6 +154,7 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message=".*instance-level annotations.*")  # of fx.GraphModule's own
             return torch.jit.script(module)
     except Exception as error:
         raise RewriteError(
