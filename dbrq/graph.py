@@ -100,6 +100,7 @@ class GraphRecorder:
         graph: the graph so far.
         root: a tree of modules that holds the graph's tensors under the paths they had in the model.
         path: path of the module that runs.
+        modules: submodules that the graph calls, by path.
     """
 
     def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[str, set]) -> None:
@@ -117,6 +118,7 @@ class GraphRecorder:
         self._decided: set[tuple] = set()
         self._parts: dict[tuple, Tensor] = {}
         self._attributes: dict[str, Tensor] = {}
+        self.modules: dict[str, nn.Module] = {}
         self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         for path, module in model.named_modules():
             for name, value in vars(module).items():
@@ -282,6 +284,21 @@ class GraphRecorder:
                 return function(*args, **kwargs)
         finally:
             self._executing -= 1
+
+    def call_module(self, path: str, module: nn.Module, args: tuple) -> Any:
+        """Record a call of a submodule that the graph holds at ``path``, and run it."""
+        if path not in self.modules:
+            self.modules[path] = module
+            *parents, last = path.split(".")
+            owner = self.root
+            for name in parents:
+                if name not in owner._modules:
+                    owner.add_module(name, nn.Module())
+                owner = owner._modules[name]  # type: ignore[assignment]
+            owner.add_module(last, module)
+        node = self.graph.create_node("call_module", path, self._argument(args), name=_identifier(path))
+        self._describe(node)
+        return self._bind_result(self.execute(module, args, {}), node, False, list(args), "module")
 
     def _describe(self, node: fx.Node) -> None:
         line = user_line()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import moves
 from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
@@ -24,9 +24,11 @@ from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
 from .graph import GraphRecorder
 from .kernels import along, ints
+from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
-from .plans import EmbeddingPlan
+from .plans import EmbeddingPlan, RecurrentPlan
 from .record import Tag, user_line
+from .recurrent import recurrent_weights
 from .reference import run_float
 from .symbols import Traced
 from .tensors import Int8Weight
@@ -333,11 +335,29 @@ class GraphRun(RunCall):
             places, found, bound[2], None, bound[4], False, bound[6], False, bound[8], bound[9], padding
         )
 
-    def _recurrent(self, hook: Any, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        raise RewriteError(
-            "a dynamically quantized recurrent layer has no graph form yet", path=intercepted.path, op=hook.op.path,
-            hint="use the converted model, or leave this layer in float (qconfig None) to rewrite the model",
-        )  # fmt: skip
+    def _recurrent(self, hook: RecurrentPlan, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A dynamically quantized LSTM, GRU, RNN or cell: one submodule of the graph, since it loops over its steps."""
+        module = intercepted.module
+        given = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}
+        x, hx = given["input"], given.get("hx")
+        if not isinstance(x, Tensor):
+            raise RewriteError(
+                "a recurrent layer of a graph takes plain batches", path=intercepted.path, op=hook.op.path,
+                got=type(x).__name__, hint="pad the batch, or leave this layer in float (qconfig None)",
+            )  # fmt: skip
+        is_lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
+        h0, c0 = (hx if is_lstm else (hx, None)) if hx is not None else (None, None)
+        with torch._C.DisableTorchFunction():
+            kernel = self.recorder.part(
+                ("recurrent", intercepted.path),
+                lambda: recurrent(module, dict(recurrent_weights(module)), 127 if hook.reduce_range else 255),
+            )
+            made = self.recorder.call_module(intercepted.path, kernel, (x, h0, c0))
+        if isinstance(module, nn.RNNCellBase):
+            output = made if is_lstm else made[0]
+        else:
+            output = made[0], (made[1:] if is_lstm else made[1])
+        return self._tagged(hook, output)
 
     # Reading and writing values
 

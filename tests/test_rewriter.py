@@ -79,7 +79,7 @@ def assert_close(got, expected, what: str) -> None:
     for a, b in zip(got, expected, strict=True):
         assert type(a) is type(b), what
         if not isinstance(b, Tensor):
-            assert a == pytest.approx(b), what
+            assert a == (b if isinstance(b, str) else pytest.approx(b)), what
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype), what
         assert b.is_floating_point() or torch.equal(a, b), what
@@ -103,12 +103,15 @@ def assert_same(module, example, *others, mapping=None, **options):
     """Converted, rewritten and scripted agree on the example and on other inputs; returns the three."""
     q, g, s = rewritten(module, example, mapping, **options)
     for inputs in (example, *others):
-        mine, theirs, scripts = copy.deepcopy((inputs, inputs, inputs))
+        mine, theirs, scripts = (copy.deepcopy(inputs) for _ in range(3))
         expected, got, scripted = [call(f, x) for f, x in ((q, mine), (g, theirs), (s, scripts))]
         assert structure(got) == structure(expected)
         assert_close(got, expected, "rewritten")
         for a, b in zip(leaves(scripted), leaves(got), strict=True):
-            torch.testing.assert_close(a, b, msg=lambda text: f"scripted: {text}")
+            if isinstance(b, str):
+                assert a == b
+            else:
+                torch.testing.assert_close(a, b, msg=lambda text: f"scripted: {text}")
         for changed in (theirs, scripts):
             assert_close(changed, mine, "the caller's inputs afterwards")
     return q, g, s
@@ -351,10 +354,9 @@ INPLACE = {
 
 @cases(INPLACE)
 def test_writes_in_place_are_seen_by_the_layer_after_and_by_the_caller(case):
-    module = model(written(case))
-    _, g, _ = assert_same(module, seq(), seq(1), seq(2, 10))
-    x = seq()
-    assert sqnr(run(module, x), run(g, x)) > 15
+    module, x = model(written(case)), seq()
+    _, g, _ = assert_same(module, x, seq(1), seq(2, 10))
+    assert sqnr(run(module, x), run(g, x)) > 25
 
 
 def test_an_alias_sees_what_is_written():
@@ -469,11 +471,10 @@ def test_defaults_are_kept_and_what_was_not_given_cannot_be():
     x = seq()
     for f in (g, s):
         assert_close(f(x=x, mask=MASK), q(x, MASK), "by keyword")
-        assert_close(f(x, MASK, 2.0) if f is g else f(x, MASK), q(x, MASK), "with a default given")
-        with pytest.raises(Exception, match=r"mask|Optional|optional|None"):
+        with pytest.raises(Exception, match=r"mask|[Oo]ptional|None"):
             f(x)
-    with pytest.raises(Exception, match="dbrq: this graph holds for|unexpected keyword"):
-        g(x, MASK, flag=False)
+        with pytest.raises(Exception, match="flag|argument"):
+            f(x, MASK, flag=False)
 
 
 @pytest.mark.parametrize("wrong", [(True, 0.5, "off"), (False, 0.5, "on"), (True, 0.75, "on")], ids=str)

@@ -10,6 +10,7 @@ The same code runs in Python, where it is slower.
 # ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
+import copy
 from collections.abc import Sequence
 from typing import List, Optional, Tuple
 
@@ -185,6 +186,14 @@ class _Kernel(nn.Module):
             levels = torch.round(result / self.output_scale) + self.output_zero_point
             return levels.clamp(0, self.top).to(torch.int32).to(torch.uint8)
         return result.to(torch.float32 if self.kind == 1 else torch.bfloat16)
+
+    def __deepcopy__(self, memo: dict) -> "_Kernel":
+        """Packed weights cannot be copied, so they are packed again. (TorchScript's copies go by ``__getstate__``.)"""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "packed"}, memo))
+        new.packed = new.pack()
+        return new
 
     def _bias_with_zero_point(self) -> None:
         """Without padding the input's zero point adds a constant per output channel."""

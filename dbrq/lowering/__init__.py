@@ -133,7 +133,7 @@ def _rebuilt(lowering: Lowering) -> fx.GraphModule:
     held: dict[str, Any] = {n.target: lowering.tensor(n) for n in graph.nodes if n.op == "get_attr"}
     for node in graph.nodes:
         if node.op == "call_module":
-            kernel = lowering.modules[node.target]
+            kernel = lowering.modules.get(node.target) or lowering.module.get_submodule(node.target)
             if any(path.startswith(f"{node.target}.") for path in held if path not in lowering.modules):
                 node.target = f"{node.target}_kernel"  # beside the tensors that ops in float still read
             held[node.target] = kernel

@@ -512,7 +512,9 @@ def merge_linears(lowering: Lowering) -> None:
     if any(node.meta.get("writes") for node in graph.nodes):
         return
     for source in list(graph.nodes):
-        group = [u for u in source.users if u.op == "call_module" and type(lowering.modules[u.target]) is script.Linear]
+        group = [
+            u for u in source.users if u.op == "call_module" and type(lowering.modules.get(u.target)) is script.Linear
+        ]
         group = [u for u in group if len(graph.find_nodes(op="call_module", target=u.target)) == 1]
         kernels = [lowering.modules[u.target] for u in group]
         if len(group) < 2 or any(k.kind == 0 or k.post_op != "none" for k in kernels):
