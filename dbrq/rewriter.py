@@ -13,7 +13,7 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,7 +338,7 @@ class _Returned:
                     expected="tensors, numbers, and containers of them", got=type(leaf).__name__,
                     hint="switch it off (use_cache=False, for one), or return its tensors",
                 )  # fmt: skip
-            return _Slot(len(nodes) - 1)
+            return _Slot(len(nodes) - 1, isinstance(leaf, Tensor))
 
         self.template = tree_map(slot, output)
         if self.template is output and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
@@ -371,26 +371,32 @@ class _Returned:
 
 
 class _Slot:
-    def __init__(self, index: int) -> None:
-        self.index = index
+    """A place for the output's tensor or number of this index. (No dataclass: ``tree_map`` would walk into it.)"""
+
+    def __init__(self, index: int, is_tensor: bool) -> None:
+        self.index, self.is_tensor = index, is_tensor
 
 
 def _is_plain(tree: Any) -> bool:
     if isinstance(tree, (list, tuple, dict)):
         parts = tree.values() if isinstance(tree, dict) else tree
-        scriptable = type(tree) is not dict or all(isinstance(v, _Slot) for v in parts)
+        scriptable = type(tree) is not dict or _all_tensors(parts)
         return type(tree) in (list, tuple, dict) and scriptable and all(map(_is_plain, parts))
     return tree is None or isinstance(tree, (_Slot, bool, int, float, str))
+
+
+def _all_tensors(parts: Iterable[Any]) -> bool:
+    return all(isinstance(part, _Slot) and part.is_tensor for part in parts)
 
 
 def _as_plain(tree: Any) -> Any:
     """Containers of TorchScript: a dict where all values are tensors, else a tuple of what is not None."""
     if isinstance(tree, Mapping):
         items = {k: _as_plain(v) for k, v in tree.items() if v is not None}
-        if all(isinstance(v, _Slot) for v in items.values()):
+        if _all_tensors(items.values()):
             return items
         return tuple(items.values())
-    if isinstance(tree, list) and all(isinstance(v, _Slot) for v in tree):
+    if isinstance(tree, list) and _all_tensors(tree):
         return list(tree)
     if isinstance(tree, (list, tuple)):
         return tuple(_as_plain(v) for v in tree)

@@ -6,7 +6,6 @@ Each case is a forward in a table. What its graph is compared with is the conver
 import contextlib
 import copy
 import math
-import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from helpers import agreement, convert, run, sqnr, step_of
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
-from torch.nn.utils import parametrizations
 
 import dbrq
 from dbrq.containers import call_arguments, tree_leaves
-from dbrq.errors import DeviationError, QuantizationError, RewriteError
+from dbrq.errors import DeviationError, RewriteError
 
 # How a case is judged
 
@@ -170,9 +167,7 @@ SIZES = {
 }
 IMAGE_SIZES = {
     "interpolate(2h, 2w)": lambda m, x: m.head(F.interpolate(m.conv(x), size=(2 * x.size(2), 2 * x.size(3)))),
-    "interpolate bilinear": lambda m, x: m.head(
-        F.interpolate(m.conv(x)[..., ::2], size=x.shape[-2:], mode="bilinear")
-    ),
+    "interpolate bilinear": lambda m, x: m.head(F.interpolate(m.conv(x)[..., ::2], size=x.shape[-2:], mode="bilinear")),
     "pad to a multiple": lambda m, x: m.head(F.pad(m.conv(x), (0, -x.size(3) % 8, 0, -x.size(2) % 8))),
     "windows": lambda m, x: (
         lambda b, c, h, w: m.head(

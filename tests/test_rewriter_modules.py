@@ -1,14 +1,15 @@
 """``rewrite``: modules of all kinds and qconfigs, what it cannot do, what it leaves alone, and how the graph reads."""
 
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import convert, run
-from test_rewriter import Parts, assert_close, assert_same, cases, image, model, rewritten, seq
-from torch import Tensor, nn
+from test_rewriter import assert_close, assert_same, cases, image, model, rewritten, seq
+from torch import nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 from torch.nn.utils import parametrizations
 
@@ -189,6 +190,12 @@ def test_modules_on_images(case):
     assert_same(build(case), image(), image(3), image(1, 8, 6))
 
 
+def test_attention_as_the_root_takes_other_queries_than_keys():
+    q, k = seq(), seq(2, 9)
+    assert_same(nn.MultiheadAttention(8, 2, batch_first=True).eval(), (q, k, k), (seq(3), seq(3, 4), seq(3, 4)))
+    assert_same(nn.MultiheadAttention(8, 2, batch_first=True).eval(), (q, q, q))
+
+
 UNBATCHED = {
     "linear": (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(8)),
     "conv2d": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(3, 6, 6)),
@@ -260,12 +267,8 @@ def test_embedding_bags(int8, padding_idx, mode, form):
 
 
 def test_weights_per_sample_of_an_embedding_bag():
-    module = model(
-        lambda m, i, w: m.last(m.table(i, per_sample_weights=w)), table=nn.EmbeddingBag(6, 8, mode="sum")
-    )
-    assert_same(
-        module, (INDICES, torch.rand(2, 3)), (OTHERS, torch.rand(1, 4)), mapping=mapping(*INT8_TABLES)
-    )
+    module = model(lambda m, i, w: m.last(m.table(i, per_sample_weights=w)), table=nn.EmbeddingBag(6, 8, mode="sum"))
+    assert_same(module, (INDICES, torch.rand(2, 3)), (OTHERS, torch.rand(1, 4)), mapping=mapping(*INT8_TABLES))
 
 
 def test_classes_that_are_not_looked_into():
@@ -315,11 +318,12 @@ def test_an_example_that_does_not_fit(example):
         dbrq.rewrite(q, example)
 
 
-def test_a_scripted_child_names_the_module():
-    q = convert(Holding(torch.jit.script(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)))), seq()).quantized
+@pytest.mark.parametrize("child", [nn.Tanh(), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))], ids=["leaf", "parameters"])
+def test_a_scripted_child_names_the_module(child):
+    q = convert(Holding(torch.jit.script(child)), seq()).quantized
     with pytest.raises(RewriteError, match="cannot follow") as error:
         dbrq.rewrite(q, seq())
-    assert "inner" in error.value.path
+    assert "inner.1" in str(error.value), "the module that made the value, not the one that reads it"
 
 
 def test_an_autograd_function_is_followed_or_refused():
@@ -367,14 +371,15 @@ def test_a_dynamically_quantized_recurrent_layer_says_what_to_do():
 # What is left alone
 
 
+seen: list = []
+
+
 def deciding(m, x):
-    seen.append((threading.get_ident(), torch.compiler.is_compiling()))
-    if x.sum() > 1e9:
+    """Takes another way where it is told that it is being compiled, as transformers does."""
+    seen.append((threading.get_ident(), bool(torch.compiler.is_compiling())))
+    if not torch.compiler.is_compiling() and x.sum() > 1e9:
         raise AssertionError
     return m.last(m.fc(x))
-
-
-seen: list = []
 
 
 def test_the_converted_model_is_untouched():
@@ -404,7 +409,7 @@ def test_only_the_rewriting_thread_counts_as_compiling():
 
     def another():
         while not done.is_set():
-            others.append(torch.compiler.is_compiling())
+            others.append(bool(torch.compiler.is_compiling()))
             assert run(q, x).shape == expected
 
     thread = threading.Thread(target=another)
@@ -457,16 +462,13 @@ WHOLE = {"cnn": (plain_cnn, image), "transformer block": (lambda: Block().eval()
 
 def test_names_follow_the_module_tree():
     q, g, _ = rewritten(nn.Sequential(nn.Linear(8, 8), Block()).eval(), seq())
-    names = [node.name for node in g.graph.nodes]
-    assert {"x_q" if "x_q" in names else "input_q", "_0"} & set(names)
-    assert {"_1_mlp_0", "_1_mlp_1", "_1_mlp_2", "_1_norm"} <= set(names), names
+    names = {node.name for node in g.graph.nodes}
+    assert {"_0", "_1_norm_layer_norm", "_1_mlp_0", "_1_mlp_1", "_1_mlp_1_q", "_1_mlp_1_dq", "_1_mlp_2"} <= names
     buffers = dict(g.named_buffers())
     for path in ("0", "1.mlp.0", "1.mlp.2"):
         assert buffers[f"{path}.weight_int8"].dtype is torch.int8
         assert buffers[f"{path}.weight_scale"].shape == (q.get_submodule(path).out_features,)
-        assert f"self.{path}.weight_int8" in g.code or f"'{path[0]}').{path[2:]}" in g.code or path[0].isdigit()
-    float_weights = [n for n, p in g.named_parameters() if p.dim() > 1]
-    assert not float_weights, "linear weights are held as int8 only"
+    assert [n for n, p in g.named_parameters() if p.dim() > 1] == [], "linear weights are held in int8 only"
 
 
 def test_nodes_say_where_they_come_from():
@@ -475,8 +477,11 @@ def test_nodes_say_where_they_come_from():
     for name in ("fc", "last", "block_mlp_0"):
         assert nodes[name].meta["path"] == name.replace("block_mlp_0", "block.mlp.0")
     assert "test_rewriter_modules.py:" in nodes["fc"].meta["site"]
-    calls = [n for n in g.graph.nodes if n.op.startswith("call") and "check_input" not in n.name]
-    assert all({"path", "site"} <= set(n.meta) for n in calls if n.target is not torch._assert)
+    calls = [n for n in g.graph.nodes if n.op.startswith("call") and not n.name.startswith(("check_input", "_assert"))]
+    unsaid = [
+        n for n in calls if not {"path", "site"} <= set(n.meta) and {u.target for u in n.users} != {torch._assert}
+    ]
+    assert not unsaid
 
 
 def test_code_is_short_and_without_what_has_no_effect():
@@ -506,6 +511,21 @@ def test_graphs_are_copied_exported_and_traced(case):
         torch.testing.assert_close(torch.jit.script(copy.deepcopy(g))(x), expected)
 
 
-def test_the_script_needs_no_dbrq():
-    _, _, s = rewritten(plain_cnn(), image())
-    assert "dbrq_rewriter" not in s.code.replace("check_input", "") or "__torch__" in s.code
+@pytest.mark.parametrize("forward", [lambda m, x: m.last(m.fc(x)), lambda m, x: {"a": m.fc(x), "b": None}])
+def test_graphs_are_pickled(forward):
+    _, g, _ = rewritten(model(forward), seq())
+    x = seq(3, 9)
+    again = run(pickle.loads(pickle.dumps(g)), x)
+    assert list(again) == list(run(g, x)) if isinstance(again, dict) else torch.equal(again, run(g, x))
+
+
+def test_rewriting_in_inference_mode():
+    q, x = convert(model(lambda m, x: m.last(m.fc(x))), seq()).quantized, seq()
+    with torch.inference_mode():
+        g = dbrq.rewrite(q, seq())
+    assert_close(run(g, x), run(q, x), "rewritten")
+
+
+def test_no_gradient_flows():
+    _, g, s = rewritten(model(lambda m, x: m.last(m.fc(x))), seq())
+    assert not any(f(seq().requires_grad_()).requires_grad for f in (g, s) if not torch.is_inference_mode_enabled())

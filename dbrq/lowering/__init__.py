@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -68,7 +69,27 @@ def lower(
         in_bfloat16(lowering.module, recording.inputs)
     if verbose or VERBOSE:
         print(lowering, file=sys.stderr)
-    return _scripted(lowering, quantized)
+    scripted = _scripted(lowering, quantized)
+    _warm(scripted, recording.inputs)
+    return scripted
+
+
+def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
+    """Run the example, so that TorchScript settles its plan now.
+
+    Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
+    ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md).
+    """
+    fuses = torch.jit.onednn_fusion_enabled()
+    if fuses:
+        torch.jit.enable_onednn_fusion(False)
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                scripted(*copy.deepcopy(inputs))
+    finally:
+        if fuses:
+            torch.jit.enable_onednn_fusion(True)
 
 
 def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lowering:
