@@ -235,7 +235,7 @@ class ComputePlan(Plan):
 
 def asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
     """Padding in ``F.pad``'s order where ``"same"`` asks for more on the right than on the left; None elsewhere."""
-    if not op.row.ndim or op.constants[4] != "same":
+    if not op.row.ndim or op.constants[4] != "same" or op.pad is not None:
         return None
     assert op.weight is not None
     totals = [d * (k - 1) for d, k in zip(ints(op.constants[5], op.row.ndim), op.weight.shape[2:], strict=True)]

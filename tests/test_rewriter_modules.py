@@ -98,7 +98,8 @@ def linears(n=3):
 SEQUENCE_MODULES = {
     "called several times": (lambda m, x: m.last(m.fc(m.fc(m.fc(x)))), {}),
     "in a loop": (lambda m, x: [x := m.fc(x).relu() for _ in range(3)][-1] + x, {}),
-    "ModuleList": (lambda m, x: [x := layer(x) for layer in m.layers][-1], {"layers": lambda: nn.ModuleList(linears())}),
+    "ModuleList": (
+        lambda m, x: [x := layer(x) for layer in m.layers][-1], {"layers": lambda: nn.ModuleList(linears())}),
     "ModuleDict": (
         lambda m, x: m.last(sum(layer(x) for layer in m.layers.values())),
         {"layers": lambda: nn.ModuleDict(dict(zip("abc", linears(), strict=True)))}),
@@ -240,6 +241,15 @@ def test_qconfigs(case):
     assert_same(module, seq(), seq(3, 9), mapping=case)
 
 
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one way", "both ways"])
+def test_dynamically_quantized_recurrent_layers(cls, options):
+    width = 16 if options else 8
+    module = model(lambda m, x: m.out(m.rnn(m.fc(x))[0]), rnn=cls(8, 8, **options), out=nn.Linear(width, 4))
+    _, g, _ = assert_same(module, seq(), seq(3), seq(2, 9), mapping=mapping((cls, default_dynamic_qconfig)))
+    assert any(b.dtype is torch.int8 for n, b in g.named_buffers() if n.startswith("rnn."))
+
+
 INDICES, OTHERS = torch.tensor([[1, 2, 0], [4, 0, 0]]), torch.tensor([[3, 0, 5, 1]])
 
 
@@ -247,7 +257,7 @@ INDICES, OTHERS = torch.tensor([[1, 2, 0], [4, 0, 0]]), torch.tensor([[3, 0, 5, 
 @pytest.mark.parametrize("padding_idx", [None, 0])
 def test_embeddings(int8, padding_idx):
     module = model(lambda m, i: m.last(m.table(i)), table=nn.Embedding(6, 8, padding_idx=padding_idx))
-    q, g, _ = assert_same(module, INDICES, OTHERS, mapping=mapping(*INT8_TABLES) if int8 else None)
+    _, g, _ = assert_same(module, INDICES, OTHERS, mapping=mapping(*INT8_TABLES) if int8 else None)
     assert hasattr(g.table, "weight_int8") == int8
 
 
@@ -273,7 +283,7 @@ def test_weights_per_sample_of_an_embedding_bag():
 
 def test_classes_that_are_not_looked_into():
     module = nn.Sequential(nn.Linear(8, 8), Tied(), nn.Linear(8, 4))
-    q, g, _ = assert_same(module, seq(), seq(3, 9), non_traceable_module_classes=(Tied,))
+    _, g, _ = assert_same(module, seq(), seq(3, 9), non_traceable_module_classes=(Tied,))
     assert g.get_submodule("1.a").weight.dtype is torch.float32
 
 
@@ -358,14 +368,6 @@ def test_an_example_on_another_path_than_prepare_saw():
     q = convert(model(lambda m, x: m.last(m.fc(x)) if x.size(1) > 3 else m.last(x)), seq()).quantized
     with pytest.raises(DeviationError):
         dbrq.rewrite(q, seq(2, 2))
-
-
-def test_a_dynamically_quantized_recurrent_layer_says_what_to_do():
-    forward, parts = recurrent(nn.LSTM)
-    q = convert(build((forward, parts)), seq(), mapping((nn.LSTM, default_dynamic_qconfig))).quantized
-    with pytest.raises(RewriteError, match="leave this layer in float") as error:
-        dbrq.rewrite(q, seq())
-    assert error.value.path == "rnn"
 
 
 # What is left alone
@@ -501,7 +503,7 @@ def test_rewriting_twice_gives_the_same_code(case):
 @cases(WHOLE)
 def test_graphs_are_copied_exported_and_traced(case):
     make, inputs = case
-    q, g, s = assert_same(make(), inputs(), inputs(3))
+    _, g, s = assert_same(make(), inputs(), inputs(3))
     x = inputs()
     expected = run(g, x)
     assert torch.equal(run(copy.deepcopy(g), x), expected)

@@ -52,7 +52,7 @@ def assert_all_agree(module: nn.Module, example, *others) -> None:
 
 
 class Spelled(nn.Module):
-    """A spelling applied to what a layer made, and to what other layers made where it takes several floats of that kind.
+    """A spelling applied to what a layer made, or layers where it takes several values of that kind.
 
     Args:
         fn: the spelling.
