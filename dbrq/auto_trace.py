@@ -18,6 +18,7 @@ import functools
 import inspect
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .errors import DeviationError
 from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
-from .record import Tag, user_line
+from .record import Tag
 from .tensors import Int8Tensor, Lazy, plain
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class RunCall(TorchFunctionMode):
         self.token = token
         self.frame: Frame | None = None
         self.counts: dict[int, int] = {}
+        self.lines: Counter[str] = Counter()
         self.mutations = 0
         self.quantized_inputs: dict[int, tuple] = {}
         self.input_tags: dict[int, Tag] = {}
@@ -340,7 +342,7 @@ class RunCall(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in READS_NUMBER and self.token.phase == "observe":
             number = func(*args, **kwargs)
-            self.token.record.read(user_line(), number)  # type: ignore[attr-defined]
+            self.token.record.read(self.lines, number)  # type: ignore[attr-defined]
             return number
         if mutates(func) or "out" in kwargs:
             output = self.run_float(func, args, kwargs, mutates(func))

@@ -13,6 +13,7 @@ import contextlib
 import operator
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from .containers import tree_leaves
 from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
 from .record import ParameterRef, Tag, user_line
+from .spelling import spelled
 from .symbols import Traced, traced, untraced
 from .tensors import Int8Weight, plain
 
@@ -33,36 +35,10 @@ QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
 DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
-_OPERATORS: dict[str, tuple[Callable, bool]] = {
-    f"__{prefix}{name}__": (getattr(operator, f"{name}_" if name in ("and", "or") else name), prefix == "r")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift",
-    "rshift")
-    for prefix in ("", "r")
-}  # fmt: skip
-_OPERATORS |= {f"__{name}__": (getattr(operator, name), False) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")}
-_OPERATORS |= {
-    "__rdiv__": (operator.truediv, True),
-    "__div__": (operator.truediv, False),
-    "__abs__": (abs, False),
-    "__invert__": (operator.invert, False),
-    "__getitem__": (operator.getitem, False),
-    "__bool__": (bool, False),
-    "__int__": (int, False),
-    "__index__": (int, False),
-    "__float__": (float, False),
-}
-_INPLACE = {
-    f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "floordiv", "pow")
-} | {"__itruediv__": "div_", "__idiv__": "div_", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
-     "__imod__": "remainder_", "__ixor__": "bitwise_xor_"}  # fmt: skip
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "where"})  # fmt: skip
-#: Functions that take their tensors one by one, and in TorchScript as a list.
-_VARIADIC = frozenset({"meshgrid", "broadcast_tensors", "cartesian_prod", "block_diag", "atleast_1d", "atleast_2d",
-                       "atleast_3d"})  # fmt: skip
 _RANDOM = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|exponential|uniform")
-_DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
 
 
 @dataclass(slots=True)
@@ -94,7 +70,7 @@ class GraphRecorder:
     Args:
         model: the model that runs; the graph takes its parameters and buffers.
         symbolic: keep sizes free.
-        numbers: source line -> the numbers that it read out of tensors in calibration.
+        numbers: source line and how often it ran before -> the numbers that it read out of tensors in calibration.
 
     Attributes:
         graph: the graph so far.
@@ -103,7 +79,7 @@ class GraphRecorder:
         modules: submodules that the graph calls, by path.
     """
 
-    def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[str, set]) -> None:
+    def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[tuple[str, int], set]) -> None:
         self.model, self.symbolic, self.numbers = model, symbolic, numbers
         self.graph, self.root = fx.Graph(), nn.Module()
         self.path = ""
@@ -116,6 +92,7 @@ class GraphRecorder:
         self.value_decisions = 0
         self._scalars: dict[tuple, Any] = {}
         self._decided: set[tuple] = set()
+        self._read: Counter[str] = Counter()
         self._parts: dict[tuple, Tensor] = {}
         self._attributes: dict[str, Tensor] = {}
         self.modules: dict[str, nn.Module] = {}
@@ -187,8 +164,9 @@ class GraphRecorder:
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(last, nn.Parameter(tensor.detach(), requires_grad=False))
             else:
-                module.register_buffer(last, tensor.detach())
+                module.register_buffer(last, tensor.detach().clone())  # as it is before the run writes to it
             self._attributes[name] = tensor
+            self._kept.append(tensor)
         node = self.graph.create_node("get_attr", name, name=_identifier(name))
         node.meta.update(dtype=tensor.dtype, shape=tuple(tensor.shape))
         return node
@@ -256,7 +234,9 @@ class GraphRecorder:
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: dict, name: str | None = None) -> Any:
         """Record ``function(*args, **kwargs)``, run it, and return its result."""
-        kind, target, given, options = self._spelled(function, args, kwargs)
+        if getattr(function, "__name__", "").startswith("adaptive_") and len(args) > 1:
+            args = (args[0], self._adaptive(args[0], args[1]), *args[2:])
+        kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static(function, (*given, *options.values()))
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
@@ -274,6 +254,12 @@ class GraphRecorder:
         """What to call a tensor that the graph will hold."""
         self._names.setdefault(id(tensor), name)
         self._kept.append(tensor)
+
+    def _adaptive(self, x: Tensor, sizes: Any) -> Any:
+        """Output sizes of an adaptive pool; None stands for the input's."""
+        if not isinstance(sizes, (list, tuple)):
+            return sizes
+        return [self.size(x, i - len(sizes)) if size is None else size for i, size in enumerate(sizes)]
 
     def execute(self, function: Callable, args: Sequence[Any], kwargs: dict) -> Any:
         """Run ``function`` on the plain values, without recording."""
@@ -308,27 +294,6 @@ class GraphRecorder:
 
     def _node_name(self, base: str) -> str:
         return _identifier(self.path if self.op == self.path else f"{self.path}.{base}")
-
-    def _spelled(self, function: Callable, args: Sequence[Any], kwargs: dict) -> tuple[str, Any, list, dict]:
-        """Node kind, target and arguments, so that the code reads well and TorchScript takes it."""
-        given = list(args)
-        options = {k: v for k, v in kwargs.items() if k not in _DROPPED_KWARGS and not (k == "out" and v is None)}
-        name = getattr(function, "__name__", "")
-        if name == "__get__":
-            return "call_function", getattr, [given[0], function.__self__.__name__], {}  # type: ignore[attr-defined]
-        if name in _OPERATORS and _is_method(function):
-            target, reflected = _OPERATORS[name]
-            return "call_function", target, given[::-1] if reflected else given, {}
-        if name in _INPLACE and _is_method(function):
-            return "call_method", _INPLACE[name], given, {}
-        if _is_method(function):
-            subject = options.pop("self", None) or options.pop("input", None) if not given else None
-            return "call_method", name, given if given else [subject], options
-        if (name == "einsum" and len(given) > 2) or (name == "einsum" and not isinstance(given[1], (list, tuple))):
-            given = [given[0], list(given[1:])]
-        if name in _VARIADIC and given and isinstance(given[0], Tensor):
-            given = [list(given)]
-        return "call_function", function, given, options
 
     def _is_static(self, function: Callable, arguments: Sequence[Any]) -> bool:
         if _RANDOM.search(getattr(function, "__name__", "")):
@@ -372,7 +337,8 @@ class GraphRecorder:
                 self._describe(part)
                 self._bind_result(item, part, static, given, "getitem")
             return result
-        node.meta["reads"] = True
+        if type(result) in (bool, int, float):
+            node.meta.update(reads=True, place=self.place())
         return result if static else traced(result, node, self)
 
     # Numbers
@@ -380,6 +346,7 @@ class GraphRecorder:
     def scalar(self, function: Callable, args: tuple) -> Any:
         """Record arithmetic on numbers."""
         nodes = tuple(a.fx_node if isinstance(a, Traced) else a for a in args)
+        function = pow if function is operator.pow else function  # printed as **, which binds closer than a minus
         result = function(*map(untraced, args))
         if len(nodes) == 2 and nodes[0] is nodes[1] and isinstance(result, bool):
             return result
@@ -411,7 +378,11 @@ class GraphRecorder:
             return value
         node = self.graph.create_node("call_method", method, (known.node, *args), name=self._node_name(method))
         self._describe(node)
-        node.meta["reads"] = method == "item"
+        if method == "item":  # a number of no type to TorchScript
+            node = self.graph.call_function(type(value), (node,))
+            self._describe(node)
+            node.meta["reads"] = True
+            node.meta["place"] = self.place()
         return traced(value, node, self)
 
     def decide(self, traced: Traced) -> None:
@@ -420,12 +391,18 @@ class GraphRecorder:
             self._require_one_outcome(traced)
         self.check(traced.fx_node, traced.value, "a number that the code decides on")
 
+    def place(self) -> tuple[str, int]:
+        """The line that reads a number now, and how often it did before."""
+        line = user_line()
+        self._read[line] += 1
+        return line, self._read[line] - 1
+
     def _require_one_outcome(self, traced: Traced) -> None:
         """Raise if the numbers that calibration read would have decided otherwise."""
         reads = [n for n in _ancestors(traced.fx_node) if n.meta.get("reads")]
         if len(reads) != 1:
             return
-        seen = self.numbers.get(reads[0].meta["site"], ())
+        seen = self.numbers.get(reads[0].meta["place"], ())
         outcomes = {_evaluated(traced.fx_node, reads[0], number) for number in seen} - {None}
         if len(outcomes | {traced.value}) > 1:
             raise SeveralPathsError(
@@ -448,12 +425,13 @@ class GraphRecorder:
         condition = node
         if value is not True:
             condition = self.graph.call_function(operator.eq, (node, value))
+            self._describe(condition)
         place = f"module {self.path or '<root>'}, {user_line()}"
         message = (
             f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from "
             f"({place})"
         )
-        self.graph.call_function(torch._assert, (condition, message))
+        self._describe(self.graph.call_function(torch._assert, (condition, message)))
 
     # Quantized values
 
@@ -486,7 +464,8 @@ class GraphRecorder:
                 made += tensors[:1]
             for tensor in made:
                 self._known.pop(id(tensor), None)
-                self._strangers[id(tensor)] = weakref.ref(tensor), f"{user_line()} by {func}"
+                place = f"{user_line()} in module {self.path or '<root>'} by {func}"
+                self._strangers[id(tensor)] = weakref.ref(tensor), place
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the elements of ``tensor`` depend on an input."""
@@ -532,7 +511,7 @@ def is_impure(node: fx.Node) -> bool:
     """Whether a node does more than compute its result: writes to an argument, or checks something."""
     if node.op in ("placeholder", "output") or node.meta.get("writes"):
         return True
-    return node.target is torch._assert or getattr(node.target, "__name__", "") == "check_input"
+    return node.target is torch._assert or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
 
 
 def remove_dead(graph: fx.Graph) -> None:
@@ -540,13 +519,6 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
-
-
-def _is_method(function: Callable) -> bool:
-    name = getattr(function, "__name__", "")
-    if type(function).__name__ in ("method_descriptor", "wrapper_descriptor"):
-        return True
-    return getattr(torch.Tensor, name, None) is function
 
 
 def _base_name(target: Any) -> str:

@@ -22,7 +22,7 @@ from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
-from .graph import GraphRecorder
+from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
@@ -127,6 +127,13 @@ class GraphRun(RunCall):
             return self.recorder.call(func, args, kwargs)
         if (special := _SPECIAL.get(name)) is not None and (result := special(self, func, args, kwargs)) is not _GO_ON:
             return result
+        if torch.is_autocast_enabled("cpu"):
+            raise RewriteError(
+                "forward runs under autocast, whose casts a graph does not have", path=self.recorder.path, got=user_line(),
+                hint="cast in the model's code, or lower with dtype=torch.bfloat16",
+            )  # fmt: skip
+        if name in _ARITHMETIC and args and not has_tensor(args, kwargs):
+            args = (self.recorder.call(torch.tensor, args[:1], {}), *args[1:])
         if not self._plain and (parts := decomposed(func, args, kwargs)) is not None:
             with self:
                 return parts(*args, **kwargs)
@@ -154,7 +161,8 @@ class GraphRun(RunCall):
         output = self.recorder.call(func, args, kwargs)
         for leaf in tree_leaves(output):
             known = self.recorder.known(leaf)
-            if known is not None and known.tag is None and not any(leaf is g for g in given):
+            written = known is not None and known.node.meta.get("writes")
+            if known is not None and known.tag is None and (written or not any(leaf is g for g in given)):
                 known.tag = function_name(func)
         return output
 
@@ -199,6 +207,8 @@ class GraphRun(RunCall):
                 return self._write(hook, self._embedding(hook, bound))
             if row.role is Role.COMPUTE and row.name != "matmul":
                 return self._compute(hook, bound)
+            if row.name.startswith("max_pool"):
+                bound = [bound[0], *map(_decided, bound[1:])]
             values = list(bound[0]) if row.name in ("cat", "stack") else bound
             for number, read in enumerate(hook.reads):
                 x = self._read(hook, values[read.slot], number)
@@ -222,7 +232,7 @@ class GraphRun(RunCall):
         if x is None:
             return self._with_tag(run_float(row, bound, op.pad), op.result.tag)
         qparams = self.recorder.known(x).qparams  # type: ignore[union-attr]
-        rest = list(bound[3:])
+        rest = [_decided(value) for value in bound[3:]]
         batched = not row.ndim or x.dim() == row.ndim + 2
         if not batched:
             x = self.recorder.quantized(x.unsqueeze(0), qparams)
@@ -251,7 +261,8 @@ class GraphRun(RunCall):
     def _weight(self, hook: ComputePlan, folded: bool) -> tuple[Tensor, Tensor | None]:
         op, recorder = hook.op, self.recorder
         assert op.weight is not None
-        key = ("weight", *op.weight.key, op.weight.geometry, hook.steps[0].norm if folded else None)
+        norm = hook.steps[0].norm if folded else None
+        key = ("weight", *op.weight.key, op.weight.geometry, op.bias, norm)  # tied weights may have biases of their own
 
         def make() -> tuple:
             modules = hook.modules
@@ -271,12 +282,11 @@ class GraphRun(RunCall):
     def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
         """Quantized with qparams of its own values."""
         top = 127 if hook.reduce_range else 255
-        choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+        choose = torch.ops.quantized_decomposed.choose_qparams
         scale, zero_point = self.recorder.call(choose, (x, 0, top, 1e-12, torch.uint8), {})
         constants = (scale, zero_point, 0, top, torch.uint8)
-        ops = torch.ops.quantized_decomposed
-        q = self.recorder.call(ops.quantize_per_tensor.tensor, (x, *constants), {})
-        return self.recorder.call(ops.dequantize_per_tensor.tensor, (q, *constants), {})
+        q = self.recorder.call(QUANTIZE, (x, *constants), {})
+        return self.recorder.call(DEQUANTIZE, (q, *constants), {})
 
     def _member(self, hook: Any, bound: list[Any]) -> Any:
         """An op fused behind a convolution or linear layer: nothing is quantized between them."""
@@ -332,7 +342,7 @@ class GraphRun(RunCall):
             found = torch.cat([found, torch.zeros(1, int8.shape[1])])
             places, padding = places.masked_fill(index == bound[10], index.numel()), -1
         return F.embedding_bag(
-            places, found, bound[2], None, bound[4], False, bound[6], False, bound[8], bound[9], padding
+            places, found, bound[2], None, float(bound[4]), False, bound[6], False, bound[8], bound[9], padding
         )
 
     def _recurrent(self, hook: RecurrentPlan, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -413,6 +423,19 @@ class GraphRun(RunCall):
 
 
 # What reads shapes and numbers, or is written otherwise in a graph. Each returns ``_GO_ON`` for what it does not serve.
+
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "sqrt", "abs",
+                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le", "ge"})  # fmt: skip
+
+
+def has_tensor(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def _decided(value: Any) -> Any:
+    """Settings of a kernel are constants."""
+    return tree_map(lambda leaf: leaf.decided() if isinstance(leaf, Traced) else leaf, value)
 
 
 def _size(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -496,29 +519,51 @@ def _new_tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any
     return run.recorder.call(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
 
 
+def _tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``torch.tensor`` of a list that holds tensors."""
+    items = args[0] if args else kwargs.get("data")
+    if not isinstance(items, (list, tuple)) or not any(isinstance(i, Tensor) for i in items):
+        return _GO_ON
+    recorder = run.recorder
+    parts = [i if isinstance(i, Tensor) else recorder.call(torch.tensor, (i,), {}) for i in items]
+    stacked = recorder.call(torch.stack, ([recorder.call(torch.reshape, (p, ()), {}) for p in parts],), {})
+    dtype = recorder.execute(func, args, kwargs).dtype
+    return recorder.call(torch.Tensor.to, (stacked, dtype), {})
+
+
 def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
     """``x[index] = value``, as a write to a view or an ``index_put_``."""
     x, index, value = args
     recorder = run.recorder
     indices = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, (Tensor, list)) for i in indices):
-        view = recorder.call(torch.Tensor.__getitem__, (x, index), {})
+        view = x if index is Ellipsis else recorder.call(torch.Tensor.__getitem__, (x, index), {})
         if isinstance(value, Tensor):
             recorder.call(torch.Tensor.copy_, (view, value), {})
         else:
             recorder.call(torch.Tensor.fill_, (view, value), {})
     else:
-        if any(i is None or i is Ellipsis or (isinstance(i, slice) and i != slice(None)) for i in indices):
+        if any(i is None for i in indices):
             raise RewriteError(
-                "an assignment mixes slices and tensors in its index", path=recorder.path, op="setitem", got=index,
-                hint="write it in two steps: a slice first, then the tensor index",
+                "an assignment to new axes and tensor indices at once", path=recorder.path, op="setitem", got=index,
+                hint="write it in two steps: a view first, then the tensor index",
             )  # fmt: skip
+        if Ellipsis in [i for i in indices if not isinstance(i, (Tensor, list))]:
+            at = next(n for n, i in enumerate(indices) if i is Ellipsis)
+            taken = sum(i.dim() if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in indices) - 1
+            rank = recorder.execute(torch.Tensor.dim, (x,), {})
+            indices = (*indices[:at], *[slice(None)] * (rank - taken), *indices[at + 1 :])
+        if any(isinstance(i, slice) and i != slice(None) for i in indices):  # slices first, which make a view
+            chosen = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
+            view = recorder.call(torch.Tensor.__getitem__, (x, chosen), {})
+        else:
+            view = x
         places = [None if isinstance(i, slice) else torch.as_tensor(i) for i in indices]
         if not isinstance(value, Tensor):
             value = recorder.call(torch.tensor, (value,), {"dtype": x.dtype})
         elif value.dtype is not x.dtype:
             value = recorder.call(torch.Tensor.to, (value, x.dtype), {})
-        recorder.call(torch.Tensor.index_put_, (x, places, value), {})
+        recorder.call(torch.ops.aten.index_put_, (view, places, value), {})
     known = recorder.known(x)
     if known is not None:
         known.tag = "__setitem__"
@@ -537,6 +582,7 @@ _SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
     _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
     "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
+    "tensor": _tensor,
     "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
     "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,7 +233,7 @@ class Record:
         ops: every op that read values, in order.
         values: value id -> value.
         calls: module path -> its calls, in order.
-        numbers: source line -> the numbers that it read out of tensors, while watching and calibrating.
+        numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching and calibrating.
         default_recipe: whether the user left the choice of qconfigs to dbrq.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """
@@ -242,11 +243,13 @@ class Record:
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
     default_recipe: bool = False
-    numbers: dict[str, set[Any]] = field(default_factory=dict)
+    numbers: dict[tuple[str, int], set[Any]] = field(default_factory=dict)
 
-    def read(self, line: str, number: Any) -> None:
-        """The user's code read a number out of a tensor."""
-        seen = self.numbers.setdefault(line, set())
+    def read(self, counts: Counter[str], number: Any) -> None:
+        """The user's code read a number out of a tensor. ``counts``: how often each line did in this run."""
+        line = user_line()
+        seen = self.numbers.setdefault((line, counts[line]), set())
+        counts[line] += 1
         if len(seen) < 256:
             seen.add(number)
 

@@ -110,8 +110,9 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: b
 
 
 def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
-    model = copy.deepcopy(quantized)  # the run may leave traces in it
-    args, kwargs = copy.deepcopy((args, kwargs))
+    with torch.inference_mode(False):
+        model = copy.deepcopy(quantized)  # the run may leave traces in it
+        args, kwargs = _owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, symbolic, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
@@ -125,9 +126,13 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> 
     remove_dead(recorder.graph)
     recorder.graph.lint()
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
-    if not returned.is_plain:
-        graph.restore_output = returned  # type: ignore[assignment]
     return Recording(graph.eval(), tuple(p[1] for p in inputs.placeholders), recorder.value_decisions)
+
+
+def _owned(inputs: Any) -> Any:
+    """A copy of the inputs that may be changed, made of ordinary tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf,
+                    copy.deepcopy(inputs))  # fmt: skip
 
 
 def _name_leaves(model: nn.Module, recorder: GraphRecorder) -> None:
@@ -157,6 +162,12 @@ def check_input(x: Tensor, name: str, rank: int, dtype: torch.dtype) -> None:
         )
     if x.dtype != dtype:
         raise RuntimeError(f"dbrq: input {name} has another dtype than in the graph's example")
+
+
+def check_absent(x: torch.Tensor | None, name: str) -> None:
+    """Raises if an input is given that the graph's example did not have."""
+    if x is not None:
+        raise RuntimeError(f"dbrq: this graph was made without input {name}")
 
 
 class _Inputs:
@@ -226,6 +237,8 @@ class _Inputs:
         recorder = self.recorder
         if isinstance(value, Tensor):
             tag = next(tags, None)
+            if recorder.known(value) is not None:  # given twice in the example, and perhaps not elsewhere
+                value = value.clone()
             recorder.graph.call_function(check_input, (node, name, value.dim(), value.dtype))
             recorder.bind(value, node, tag=tag, is_input=True)
             if not recorder.symbolic:
@@ -257,10 +270,7 @@ class _Inputs:
             recorder.check(node, value, f"argument {name}")
             return value
         if value is None:
-            recorder.graph.call_function(
-                torch._assert,
-                (recorder.graph.call_function(operator.is_, (node, None)), f"dbrq: this graph was made without {name}"),
-            )
+            recorder.graph.call_function(check_absent, (node, name))
             return None
         if any(isinstance(leaf, Tensor) for leaf in getattr(value, "__dict__", {}).values()):
             raise RewriteError(
@@ -340,6 +350,7 @@ class _Returned:
                 )  # fmt: skip
             return _Slot(len(nodes) - 1, isinstance(leaf, Tensor))
 
+        output = _without_sizes(output)
         self.template = tree_map(slot, output)
         if self.template is output and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
             raise RewriteError("the output cannot be taken apart", path="", got=type(output).__name__)
@@ -370,6 +381,17 @@ class _Returned:
         return {"template": self.template, "is_plain": self.is_plain}
 
 
+def _without_sizes(tree: Any) -> Any:
+    """``torch.Size`` as a tuple: it holds numbers only, and no places for them."""
+    if isinstance(tree, torch.Size):
+        return tuple(tree)
+    return (
+        tree_map(lambda leaf: leaf, tree)
+        if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields")
+        else type(tree)([_without_sizes(item) for item in tree])
+    )
+
+
 class _Slot:
     """A place for the output's tensor or number of this index. (No dataclass: ``tree_map`` would walk into it.)"""
 
@@ -380,7 +402,7 @@ class _Slot:
 def _is_plain(tree: Any) -> bool:
     if isinstance(tree, (list, tuple, dict)):
         parts = tree.values() if isinstance(tree, dict) else tree
-        scriptable = type(tree) is not dict or _all_tensors(parts)
+        scriptable = type(tree) is tuple or _all_tensors(parts)
         return type(tree) in (list, tuple, dict) and scriptable and all(map(_is_plain, parts))
     return tree is None or isinstance(tree, (_Slot, bool, int, float, str))
 
@@ -414,4 +436,7 @@ class _RestoringCodeGen(CodeGen):
 
     def generate_output(self, output_args: Any, **kwargs: Any) -> str:
         plain = super().generate_output(output_args, **kwargs).removeprefix("return ")
-        return f"if not torch.jit.is_scripting():\n    return self.restore_output({plain})\nreturn {plain}"
+        return f"if not torch.jit.is_scripting():\n    return restore_output({plain})\nreturn {plain}"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [("restore_output", self.returned)]

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -67,6 +68,9 @@ class Traced:
     def __float__(self) -> float:
         return float(self.decided())
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.asarray(self.decided(), dtype)
+
     def __deepcopy__(self, memo: dict) -> Traced:
         return self
 
@@ -75,7 +79,9 @@ class Traced:
 
 
 class TracedInt(Traced, torch.SymInt):
-    """An int."""
+    """An int, to ``isinstance`` too."""
+
+    __class__ = int  # type: ignore[assignment]
 
     def as_integer_ratio(self) -> tuple[int, int]:
         return self.decided().as_integer_ratio()
@@ -85,14 +91,18 @@ class TracedInt(Traced, torch.SymInt):
 
 
 class TracedFloat(Traced, torch.SymFloat):
-    """A float."""
+    """A float, to ``isinstance`` too."""
+
+    __class__ = float  # type: ignore[assignment]
 
     def is_integer(self) -> bool:
         return self.decided().is_integer()
 
 
 class TracedBool(Traced, torch.SymBool):
-    """A truth value."""
+    """A truth value, to ``isinstance`` too."""
+
+    __class__ = bool  # type: ignore[assignment]
 
 
 _CLASSES = {int: TracedInt, float: TracedFloat, bool: TracedBool}
@@ -123,15 +133,16 @@ def _unary(function: Callable) -> Callable:
 
 
 def _install() -> None:
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"):
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "lshift", "rshift"):
         function = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         setattr(Traced, f"__{name}__", _binary(function, False))
         setattr(Traced, f"__r{name}__", _binary(function, True))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(Traced, f"__{name}__", _binary(getattr(operator, name), False))
     for name, function in (("neg", operator.neg), ("abs", abs), ("ceil", math.ceil), ("floor", math.floor),
-                           ("round", round)):  # fmt: skip
+                           ("round", round), ("trunc", math.trunc)):  # fmt: skip
         setattr(Traced, f"__{name}__", _unary(function))
+    Traced.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
     Traced.__pos__ = lambda self: self  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ import copy
 import math
 import random
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -100,6 +100,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, opaque: tuple[type[nn.Module], ...], on_op: Callable | None) -> None:
         self.model, self.opaque, self.on_op = model, opaque, on_op
         self.record = Record()
+        self.lines: Counter[str] = Counter()
         self.token = self
         self.slow = True  # every module call comes to enter
         self.frame: _Frame | None = None
@@ -240,7 +241,7 @@ class Watch(TorchFunctionMode):
         before = self._infos((args, kwargs))
         output = func(*args, **kwargs)
         if func in READS_NUMBER:
-            self.record.read(user_line(), output)
+            self.record.read(self.lines, output)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
         bound = spelling.bind(args, kwargs) if spelling else []

@@ -319,7 +319,8 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     token.observers, token.observing = {}, set()
     token.phase, token.strict = "int8", strict
     for parameter in target.parameters():
-        parameter.requires_grad_(False)
+        if parameter.is_leaf:  # those of a copied ScriptModule are not
+            parameter.requires_grad_(False)
         parameter.grad = None
     target.eval()
     return target

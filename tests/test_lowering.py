@@ -23,7 +23,14 @@ import torch
 import torch.nn.functional as F
 from helpers import Call, convert, fake_quantized, floats, run, step_of
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig
+from torch.ao.quantization import (
+    PlaceholderObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_per_channel_weight_observer,
+    float_qparams_weight_only_qconfig,
+)
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,7 +143,8 @@ def assert_lowers(case: Case, out: str) -> torch.jit.ScriptModule:
         ("the converted model", run(quantized, x)),
     ):
         for number, (a, b) in enumerate(zip(floats(got), floats(reference), strict=True)):
-            unit, most, nearly = (last_step(graph), 2.5, 1.5) if out == "int8" and number == 0 else (step_of(b) * 255, 0.01, 0.001)
+            in_steps = out == "int8" and number == 0 and case.mapping not in (DYNAMIC, WEIGHT_ONLY)
+            unit, most, nearly = (last_step(graph), 2.5, 1.5) if in_steps else (step_of(b) * 255, 0.01, 0.001)
             apart = (a - b).abs() / unit
             assert apart.max() < most and (apart < nearly).float().mean() >= 0.999, f"{apart.max():.4f} off {name}"
     expected = counted(case.runs if out == "float" else case.int8 or f"{case.runs} {case.behind}")
@@ -498,7 +506,7 @@ AVERAGES = {
     "no padding counted": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 2, "..."),
     "ceil_mode": (nn.AvgPool2d(3, 2, ceil_mode=True), 2, "..."), "divisor": (lambda x: F.avg_pool2d(x, 3, divisor_override=5), 2, "..."),
     "nn.AvgPool1d": (nn.AvgPool1d(3, 2, 1), 1, "..."), "nn.AvgPool3d": (nn.AvgPool3d(2), 3, "..."),
-    "relu before": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 2, 1)), 2, "avg_pool2d"),
+    "relu before": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 2, 1)), 2, "..."),
 }  # fmt: skip
 MOVES = {  # of a conv's result [2, 8, 12, 11]
     "flatten": lambda x: x.flatten(1), "torch.flatten": lambda x: torch.flatten(x, 2), "nn.Flatten": nn.Flatten(),
@@ -519,10 +527,15 @@ MOVES = {  # of a conv's result [2, 8, 12, 11]
     "reflect": lambda x: F.pad(x, (1, 1, 2, 2), mode="reflect"), "nn.Unflatten": nn.Unflatten(1, (2, 4)),
     "nearest": lambda x: F.interpolate(x, scale_factor=2), "nearest to a size": lambda x: F.interpolate(x, size=(7, 25)),
     "nearest-exact": lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"), "nn.Upsample": nn.Upsample(scale_factor=2),
+    "nearest by a float": lambda x: F.interpolate(x, scale_factor=2.0), "nearest by two": lambda x: F.interpolate(x, scale_factor=(2.0, 1.5)),
+    "nearest to a square": lambda x: F.interpolate(x, size=14),
     "unfold": lambda x: x.unfold(2, 3, 3),
 }  # fmt: skip
-OF_FLOATS = {"nearest": "upsample_nearest2d", "nearest to a size": "upsample_nearest2d", "nn.Upsample": "upsample_nearest2d",
-             "nearest-exact": "_upsample_nearest_exact2d", "cat of pools": "max_pool"}  # which hold the integers  # fmt: skip
+OF_FLOATS = {  # ops on floats that hold the integers
+    **dict.fromkeys([name for name in MOVES if name.startswith("nearest ")], "upsample_nearest2d"),
+    "nearest": "upsample_nearest2d", "nn.Upsample": "upsample_nearest2d", "nearest-exact": "_upsample_nearest_exact2d",
+    "cat of pools": "max_pool",
+}  # fmt: skip
 
 
 def after_conv(op: Callable, n: int = 2) -> Callable[[], nn.Module]:
@@ -538,7 +551,7 @@ def int8_case(make: Callable, shape, runs: str, behind: str = "qconv", mapping=N
 ON_INTEGERS = {
     **{name: int8_case(after_conv(op, n), SIZES[n], runs) for name, (op, n, runs) in POOLS.items()},
     **{
-        f"average, {name}": int8_case(after_conv(op, n), SIZES[n], "qconv ..." if runs == "..." else f"quantize*2 qconv {runs}")
+        f"average, {name}": int8_case(after_conv(op, n), SIZES[n], "qconv ..." if runs == "..." else f"quantize*2 qconv {runs} sub")
         for name, (op, n, runs) in AVERAGES.items()
     },
     **{
@@ -569,8 +582,10 @@ def three(**widths: int) -> dict[str, nn.Module]:
     return {name: nn.Linear(16, width) for name, width in (widths or {"q": 12, "k": 12, "v": 12}).items()}
 
 
-EMBEDDED = QConfigMapping().set_object_type(nn.Embedding, float_qparams_weight_only_qconfig).set_object_type(
+EMBEDDED = dbrq.default_qconfig_mapping().set_object_type(nn.Embedding, float_qparams_weight_only_qconfig).set_object_type(
     nn.EmbeddingBag, float_qparams_weight_only_qconfig)  # fmt: skip
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+WEIGHT_ONLY = QConfigMapping().set_global(QConfig(PlaceholderObserver, default_per_channel_weight_observer))
 INDEX = functools.partial(torch.randint, 0, 40, (5, 7))
 FLOAT_TO_INT8 = {
     name: int8_case(functools.partial(copy.deepcopy, op), (3, 7, 16), f"{runs} quantize", "qlinear")
@@ -582,15 +597,17 @@ FLOAT_TO_INT8 = {
     )
 }
 FLOAT_TO_INT8["three linears, one quantize"] = int8_case(
-    lambda: Call(lambda m, x: m.q(x).tanh() + m.k(x).relu() + m.v(x).relu(), **three()), (3, 7, 16), "quantize qlinear*3", "qlinear"
+    lambda: Call(lambda m, x: torch.cat([m.q(x).tanh(), m.k(x).relu(), m.v(x)], -1), **three()), (3, 7, 16), "quantize qlinear*3", "qlinear"
 )
 SHARED = {
     "query, key and value": Case(
         lambda: Call(attention, norm=nn.LayerNorm(16), **three()), (2, 3, 7, 16), "native_layer_norm quantize qlinear ...", behind="qlinear"
     ),
     "linears of several widths": Case(
-        lambda: Call(lambda m, x: (m.a(x), m.b(x), m.c(x)), **three(a=3, b=5, c=1)), (5, 16), "quantize qlinear", "quantize*2 qlinear*2", "qlinear"
+        lambda: Call(lambda m, x: (m.a(x), m.b(x), m.c(x)), **three(a=3, b=5, c=1)), (5, 16), "quantize qlinear", "quantize qlinear*4", "qlinear"
     ),
+    "dynamic linear": Case(lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU()), (5, 16), "qlinear relu ...", "qlinear*2 relu ...", "qlinear", DYNAMIC),
+    "weight-only linear": Case(lambda: nn.Sequential(nn.Linear(16, 8)), (5, 16), "mm mul ...", "mm*2 mul*2 ...", "qlinear", WEIGHT_ONLY),
     "embedding": Case(lambda: nn.Sequential(nn.Embedding(40, 16, padding_idx=2)), INDEX, "...", "quantize qlinear ...", "qlinear", EMBEDDED),
     **{
         f"embedding_bag, {mode}": Case(

@@ -70,7 +70,12 @@ def lower(
     if verbose or VERBOSE:
         print(lowering, file=sys.stderr)
     scripted = _scripted(lowering, quantized)
+    written = any(node.meta.get("writes") for node in lowering.module.graph.nodes)
+    kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
     _warm(scripted, recording.inputs)
+    for name, tensor in scripted.named_buffers():
+        if name in kept:
+            tensor.copy_(kept[name])
     return scripted
 
 
@@ -122,6 +127,8 @@ def _free_of_strides(lowering: Lowering) -> None:
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "view" and not writes:
             node.target = "reshape"
+        if node.op == "call_method" and node.target == "view_as" and not writes:
+            node.target = "reshape_as"
         if writes and node.op == "call_module" and _may_be_channels_last(node):  # a view of it may be written to
             _made_contiguous(graph, node, list(node.users))
         if node.op == "output":

@@ -35,11 +35,16 @@ def is_call(node: Any, target: Any) -> bool:
 
 
 def is_quantize(node: Any) -> bool:
-    return is_call(node, QUANTIZE)
+    return is_call(node, QUANTIZE) and not is_dynamic(node)
 
 
 def is_dequantize(node: Any) -> bool:
-    return is_call(node, DEQUANTIZE)
+    return is_call(node, DEQUANTIZE) and not is_dynamic(node)
+
+
+def is_dynamic(node: fx.Node) -> bool:
+    """Whether a quantize or dequantize node has qparams that are computed at run time."""
+    return isinstance(node.args[1], fx.Node)
 
 
 def is_weight(node: Any) -> bool:

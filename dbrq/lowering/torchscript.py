@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..graph import QUANTIZE
+from ..graph import DEQUANTIZE, QUANTIZE
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
 from ..mappings import Role
 from .engine import (
@@ -26,6 +26,7 @@ from .engine import (
     bind,
     is_call,
     is_dequantize,
+    is_dynamic,
     is_quantize,
     is_weight,
     qparams_of,
@@ -198,7 +199,7 @@ def _is_dynamic_linear(node: fx.Node) -> bool:
     found = bind(node)
     if found is None or found[0].name != "linear" or not is_weight(found[1][1]):
         return False
-    return is_call(found[1][0], torch.ops.quantized_decomposed.dequantize_per_tensor.tensor)
+    return is_call(found[1][0], DEQUANTIZE) and is_dynamic(found[1][0])
 
 
 def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -218,7 +219,12 @@ def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 def _is_weight_only_linear(node: fx.Node) -> bool:
     found = bind(node)
-    return found is not None and found[0].name == "linear" and is_weight(found[1][1]) and not is_dequantize(found[1][0])
+    return (
+        found is not None
+        and found[0].name == "linear"
+        and is_weight(found[1][1])
+        and not is_call(found[1][0], DEQUANTIZE)
+    )
 
 
 def _weight_only_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
