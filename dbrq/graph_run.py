@@ -207,8 +207,6 @@ class GraphRun(RunCall):
                 return self._write(hook, self._embedding(hook, bound))
             if row.role is Role.COMPUTE and row.name != "matmul":
                 return self._compute(hook, bound)
-            if row.name.startswith("max_pool"):
-                bound = [bound[0], *map(_decided, bound[1:])]
             values = list(bound[0]) if row.name in ("cat", "stack") else bound
             for number, read in enumerate(hook.reads):
                 x = self._read(hook, values[read.slot], number)

@@ -233,7 +233,8 @@ class Record:
         ops: every op that read values, in order.
         values: value id -> value.
         calls: module path -> its calls, in order.
-        numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching and calibrating.
+        numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching
+            and calibrating.
         default_recipe: whether the user left the choice of qconfigs to dbrq.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """

@@ -28,7 +28,9 @@ from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, remove_dead
 from .graph_run import GraphRun
 from .record import Tag
+from .report import sqnr
 from .symbols import Traced, traced
+from .watch import random_state_kept
 from .workflow import token_of
 
 
@@ -73,6 +75,43 @@ def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[st
     """What ``rewrite`` does, with what it learned."""
     token_of(quantized, "int8", "rewrite")
     args, kwargs = call_arguments(example_inputs, example_kwargs)
+    recording = _recorded(quantized, args, kwargs)
+    _check_agreement(quantized, recording, args, kwargs)
+    return recording
+
+
+#: A graph differs from its model by values that are rounded otherwise, which deep random networks amplify; not by more (dB).
+_AGREEMENT = 5.0
+
+
+def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kwargs: dict) -> None:
+    """Raise unless the graph gives what the model gives, on the example."""
+    outputs = []
+    with torch.inference_mode(False), torch.no_grad(), random_state_kept():
+        state = torch.get_rng_state()
+        for model, (a, k) in (
+            (copy.deepcopy(quantized), _owned((args, kwargs))),
+            (copy.deepcopy(recording.graph), (_owned(recording.inputs), {})),
+        ):
+            torch.set_rng_state(state)
+            leaves = tree_leaves(model(*a, **k))
+            outputs.append([leaf.flatten().float() for leaf in leaves if _is_float(leaf)])
+    expected, got = (torch.cat([torch.zeros(1), *leaves]) for leaves in outputs)
+    if expected.shape == got.shape and not torch.isfinite(expected).all():
+        return
+    if expected.shape != got.shape or sqnr(expected, got) < _AGREEMENT and expected.norm() > 0:
+        raise RewriteError(
+            "the graph does not give what the model gives for the example", path="", expected=f"{_AGREEMENT} dB or more",
+            got="another shape" if expected.shape != got.shape else f"{sqnr(expected, got):.1f} dB",
+            hint="the model does something that a graph does not follow; keep using the converted model, and please report it",
+        )  # fmt: skip
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
+
+
+def _recorded(quantized: nn.Module, args: tuple, kwargs: dict) -> Recording:
     try:
         return _free_of_values(quantized, args, kwargs, symbolic=True)
     except QuantizationError:
@@ -126,7 +165,7 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> 
     remove_dead(recorder.graph)
     recorder.graph.lint()
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
-    return Recording(graph.eval(), tuple(p[1] for p in inputs.placeholders), recorder.value_decisions)
+    return Recording(graph.eval(), inputs.example, recorder.value_decisions)
 
 
 def _owned(inputs: Any) -> Any:
@@ -197,13 +236,14 @@ class _Inputs:
                 self._add(name, bound.arguments.get(name, default), default, name, given)
         while self.placeholders and not self.placeholders[-1][3]:  # nothing given after them
             self.placeholders.pop()
+        self.example = copy.deepcopy(tuple(p[1] for p in self.placeholders))  # forward may change them
         values = {}
         optional = False
         nodes = []
         for name, value, default, _, _ in self.placeholders:
             optional = optional or default is not inspect.Parameter.empty
             nodes.append(self._placeholder(name, value, default, optional))
-        for (name, value, default, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
+        for (name, value, _, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
             if wrapped:
                 node = recorder.graph.create_node(
                     "call_function", torch.jit._unwrap_optional, (node,), name=f"{name}_given"
@@ -350,7 +390,7 @@ class _Returned:
                 )  # fmt: skip
             return _Slot(len(nodes) - 1, isinstance(leaf, Tensor))
 
-        output = _without_sizes(output)
+        output = _exchanged(output, torch.Size, _Sizes)
         self.template = tree_map(slot, output)
         if self.template is output and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
             raise RewriteError("the output cannot be taken apart", path="", got=type(output).__name__)
@@ -375,21 +415,26 @@ class _Returned:
                     collect(part, item)
 
         collect(_as_plain(self.template), plain)
-        return tree_map(lambda leaf: values[leaf.index] if isinstance(leaf, _Slot) else leaf, self.template)
+        output = tree_map(lambda leaf: values[leaf.index] if isinstance(leaf, _Slot) else leaf, self.template)
+        return _exchanged(output, _Sizes, torch.Size)
 
     def __getstate__(self) -> dict:
         return {"template": self.template, "is_plain": self.is_plain}
 
 
-def _without_sizes(tree: Any) -> Any:
-    """``torch.Size`` as a tuple: it holds numbers only, and no places for them."""
-    if isinstance(tree, torch.Size):
-        return tuple(tree)
-    return (
-        tree_map(lambda leaf: leaf, tree)
-        if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields")
-        else type(tree)([_without_sizes(item) for item in tree])
-    )
+class _Sizes(tuple):
+    """Stands for a ``torch.Size``, which holds numbers only, and no places for them."""
+
+
+def _exchanged(tree: Any, old: type, new: type) -> Any:
+    """``tree`` with instances of ``old``, a class of tuples, as ones of ``new``."""
+    if isinstance(tree, old):
+        return new(tree)
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)([_exchanged(item, old, new) for item in tree])
+    if type(tree) is dict:
+        return {key: _exchanged(value, old, new) for key, value in tree.items()}
+    return tree
 
 
 class _Slot:

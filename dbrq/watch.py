@@ -58,7 +58,7 @@ def watch(
     stand_in = _throwaway_copy(model)
     run = Watch(stand_in, tuple(opaque), on_op)
     args, kwargs = copy.deepcopy((args, kwargs))
-    with torch.no_grad(), _random_state_kept():
+    with torch.no_grad(), random_state_kept():
         run.run(args, kwargs)
     return run.record
 
@@ -77,7 +77,7 @@ def _throwaway_copy(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,8 @@
 """``lower``: one stock kernel for each int8 pattern that has one, and right numbers for all of them.
 
-The tables are CONFORMANCE.md section 4, row by row. Each pattern runs twice: as it is ("float out"), and in front of a layer
-that reads int8 ("int8 out"). That layer multiplies by one, so what it returns shows the integers. A case says what runs, and
-nothing else that computes may, unless it says "...": ``"quantize qconv qconv_sum"``. "dequantize" is ``aten::mul_``, which scales.
+The tables are the fusion patterns, row by row. Each runs twice: as it is ("float out"), and in front of a layer that reads
+int8 ("int8 out"), which multiplies by one, so that what it returns shows the integers. A case says what computes in one run,
+and nothing else may, unless it says "...". "dequantize" is ``aten::mul_``, which scales; moves of elements do not count.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Call, convert, fake_quantized, floats, run, step_of
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.ao.quantization import (
     PlaceholderObserver,
     QConfig,
@@ -35,17 +36,21 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbrq
-from dbrq.errors import QuantizationError
+from dbrq.errors import RewriteError
 from dbrq.graph import DEQUANTIZE, QUANTIZE
+from dbrq.kernels import script
 from dbrq.lowering import lower_graph, torchscript
-from dbrq.lowering.engine import is_dequantize, verify
+from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify
 
-KERNELS = {"qconv_pointwise": "qconv", "qconv2d_pointwise": "qconv_sum", "qlinear_pointwise": "qlinear", "_int_mm": "int_mm",
-           "max_pool2d": "max_pool", "mul_": "dequantize", "hardtanh": "clamp"}  # fmt: skip
+INT8_KERNELS = {"qconv_pointwise": "qconv", "qconv2d_pointwise": "qconv_sum", "qlinear_pointwise": "qlinear",
+                "_int_mm": "int_mm", "max_pool2d": "max_pool"}  # fmt: skip
+NAMES = {**INT8_KERNELS, "mul_": "dequantize", "hardtanh": "clamp"}
 MOVING = set(
     "empty set_ _to_copy clone copy_ view _unsafe_view as_strided permute transpose t slice select expand squeeze unsqueeze split "
-    "split_with_sizes cat stack repeat flip roll narrow detach index_select unbind fill_ zeros arange full empty_like alias index".split()
+    "split_with_sizes cat stack repeat flip roll narrow detach index_select unbind fill_ zeros arange full index alias".split()
 )
+#: Parts of quantizing, dequantizing and int8 products. The graph's own ops in place are not spelled like that.
+PARTS = {"clamp_", "sub_", "add_"}
 
 
 class Computing(TorchDispatchMode):
@@ -58,18 +63,18 @@ class Computing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
-        name = name if name in KERNELS or name in ("clamp_", "sub_", "add_", "set_", "copy_", "fill_") else name.rstrip("_")
+        name = name if name in NAMES or name in MOVING | PARTS else name.rstrip("_")
         tensors = [t for t in (*args, result) if isinstance(t, Tensor)]
         if name == "add" and tensors[0].dim() == 0:  # zero point + x / scale
             self.found["quantize"] += 1
-        elif name in ("clamp_", "sub_", "add_") or (isinstance(result, Tensor) and not result.numel()):
-            pass  # parts of quantizing, dequantizing and int8 products, which the float ops of a graph are not
-        elif name in KERNELS or (name not in MOVING and any(t.is_floating_point() for t in tensors)):
-            self.found[KERNELS.get(name, name)] += 1
+        elif name in PARTS or (isinstance(result, Tensor) and not result.numel()):
+            pass
+        elif name in NAMES or (name not in MOVING and any(t.is_floating_point() for t in tensors)):
+            self.found[NAMES.get(name, name)] += 1
         return result
 
 
-def calls(model: Callable, inputs) -> Counter:
+def calls(model: Callable, inputs: Any) -> Counter:
     """What computes in one run."""
     inputs = copy.deepcopy(inputs if isinstance(inputs, tuple) else (inputs,))
     with torch.no_grad(), Computing() as seen:
@@ -77,41 +82,38 @@ def calls(model: Callable, inputs) -> Counter:
     return seen.found
 
 
-def counted(spec: str) -> Counter:
+def counted(text: str) -> Counter:
     """``"quantize int_mm*4"`` -> {"quantize": 1, "int_mm": 4}."""
-    found: Counter = Counter()
-    for item in spec.split():
-        name, _, times = item.partition("*")
-        found[name] += int(times or 1)
-    return found
+    parts = (item.partition("*") for item in text.split())
+    return sum((Counter({name: int(times or 1)}) for name, _, times in parts), Counter())
 
 
 @dataclass
 class Case:
-    """A pattern, its example, and what runs: with float out, and with int8 out ("" for the same and the layer behind)."""
+    """A pattern, its example, what runs with float out and with int8 out ("": the same and the layer behind), and that layer."""
 
     make: Callable[[], nn.Module]
-    shape: tuple | Callable[[], object]
-    runs: str
+    shape: tuple | Callable[[], Any]
+    float: str
     int8: str = ""
     behind: str = "qconv"
     mapping: QConfigMapping | None = None
 
-    def example(self):
+    def example(self) -> Any:
         return self.shape() if callable(self.shape) else torch.randn(self.shape)
 
 
 class Followed(nn.Module):
-    """A model and a layer that reads int8 and multiplies by one."""
+    """A model and a layer that reads its (first) output as int8 and multiplies by one."""
 
-    def __init__(self, model: nn.Module, example, behind: str) -> None:
+    def __init__(self, model: nn.Module, example: Any, behind: str) -> None:
         super().__init__()
         self.model = model
         like = run(model, example)
         like = like[0] if isinstance(like, tuple) else like
         if behind == "qconv":
-            n = like.dim() - 2
-            self.behind = getattr(nn, f"Conv{n}d")(like.shape[1], like.shape[1], 1, groups=like.shape[1], bias=False)
+            channels = like.shape[1]
+            self.behind = getattr(nn, f"Conv{like.dim() - 2}d")(channels, channels, 1, groups=channels, bias=False)
             nn.init.ones_(self.behind.weight)
         else:
             self.behind = nn.Linear(like.shape[-1], like.shape[-1], bias=False)
@@ -122,136 +124,155 @@ class Followed(nn.Module):
         return (self.behind(out[0]), *out[1:]) if isinstance(out, tuple) else self.behind(out)
 
 
-def last_step(graph: torch.fx.GraphModule) -> float:
-    return [node for node in graph.graph.nodes if is_dequantize(node)][-1].args[1]
-
-
-def assert_lowers(case: Case, out: str) -> torch.jit.ScriptModule:
-    """Judge one case; returns the lowered model."""
-    model, x = settled(case.make()), case.example()
-    if out == "int8":
-        model = Followed(model, x, case.behind).eval()
-    quantized = convert(model, x, case.mapping).quantized
-    lowered, graph = dbrq.lower(quantized, x), dbrq.rewrite(quantized, x)
-    assert isinstance(lowered, torch.jit.ScriptModule)
-    got, before = run(lowered, x), run(model, x)
-    for a, b in zip(floats(got), floats(before), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    for name, reference in (
-        ("fake quantization", fake_quantized(quantized, model, x)),
-        ("the rewritten graph", run(graph, x)),
-        ("the converted model", run(quantized, x)),
-    ):
-        for number, (a, b) in enumerate(zip(floats(got), floats(reference), strict=True)):
-            in_steps = out == "int8" and number == 0 and case.mapping not in (DYNAMIC, WEIGHT_ONLY)
-            unit, most, nearly = (last_step(graph), 2.5, 1.5) if in_steps else (step_of(b) * 255, 0.01, 0.001)
-            apart = (a - b).abs() / unit
-            assert apart.max() < most and (apart < nearly).float().mean() >= 0.999, f"{apart.max():.4f} off {name}"
-    expected = counted(case.runs if out == "float" else case.int8 or f"{case.runs} {case.behind}")
-    found = calls(lowered, x)
-    if "..." in expected:
-        found &= expected
-        found["..."] = 1
-    assert found == expected, f"{found} runs\n{lowered.code}"
-    return lowered
-
-
 def settled(model: nn.Module) -> nn.Module:
     """In eval mode, with batch-norm statistics that are not those of a new model."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            for name, low, high in (("weight", 0.5, 1.5), ("bias", -0.3, 0.3), ("running_mean", -0.3, 0.3), ("running_var", 0.5, 1.5)):
-                nn.init.uniform_(getattr(module, name), low, high)
+            for tensor, low, high in ((module.weight, 0.5, 1.5), (module.bias, -0.3, 0.3), (module.running_mean, -0.3, 0.3)):
+                nn.init.uniform_(tensor, low, high)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
     return model.eval()
 
 
-def table(*cases: dict[str, Case], outs: tuple = ("float", "int8")):
-    """Runs the test for each case, with each kind of output."""
-    found = {name: case for part in cases for name, case in part.items()}
-    assert len(found) == sum(map(len, cases))
-    named = pytest.mark.parametrize("case", found.values(), ids=found)
+def made(case: Case, out: str) -> tuple[nn.Module, Any]:
+    model, x = settled(case.make()), case.example()
+    return (Followed(model, x, case.behind).eval() if out == "int8" else model), x
+
+
+def last_step(graph: fx.GraphModule) -> float:
+    return [node for node in graph.graph.nodes if is_dequantize(node)][-1].args[1]
+
+
+def assert_lowers(case: Case, out: str) -> None:
+    """Right numbers by an independent reference, by the graph and by the converted model; and what the case says runs."""
+    model, x = made(case, out)
+    quantized = convert(model, x, case.mapping).quantized
+    lowered, graph = dbrq.lower(quantized, x), dbrq.rewrite(quantized, x)
+    assert isinstance(lowered, torch.jit.ScriptModule)
+    got = floats(run(lowered, x))
+    references = {"fake quantization": fake_quantized(quantized, model, x), "rewritten": run(graph, x), "converted": run(quantized, x)}
+    for name, reference in references.items():
+        for number, (a, b) in enumerate(zip(got, floats(reference), strict=True)):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            in_steps = out == "int8" and number == 0 and case.mapping not in (DYNAMIC, WEIGHT_ONLY)
+            unit, most, nearly = (last_step(graph), 2.5, 1.5) if in_steps else (step_of(b) * 255, 0.01, 0.001)
+            apart = (a - b).abs() / unit
+            assert apart.max() < most and (apart < nearly).float().mean() >= 0.999, f"{apart.max():.4f} off {name}"
+    expected, found = counted(case.float if out == "float" else case.int8 or f"{case.float} {case.behind}"), calls(lowered, x)
+    if expected.pop("...", 0):
+        found &= expected
+    assert found == expected, f"{found} runs\n{lowered.code}"
+
+
+def table(*parts: dict[str, Case], outs: tuple = ("float", "int8")) -> Callable:
+    """Runs a test for each case, with each kind of output."""
+    cases = {name: case for part in parts for name, case in part.items()}
+    assert len(cases) == sum(map(len, parts))
+    named = pytest.mark.parametrize("case", cases.values(), ids=cases)
     return lambda test: pytest.mark.parametrize("out", outs)(named(test))
+
+
+def assert_close(got: Any, expected: Any, tolerance: float = 0.02) -> None:
+    """Within a share of the output's range, where an int8 value on the way may fall on the other side of a rounding."""
+    for a, b in zip(floats(got), floats(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert (a - b).abs().max() <= tolerance * 255 * step_of(b)
 
 
 # Convolutions
 
 SIZES = {1: (2, 4, 12), 2: (2, 4, 12, 11), 3: (2, 4, 7, 6, 8)}
-CONVOLUTIONS = {
+IMAGE, BIG = (2, 8, 9, 10), (2, 64, 56, 56)
+
+
+def conv(n: int = 2, inner: int = 4, **options: Any) -> nn.Module:
+    return getattr(nn, f"Conv{n}d")(inner, **{"out_channels": 8, "kernel_size": 3, **options})
+
+
+def without(value: int | None, *zero: str, **options: Any) -> nn.Module:
+    """A convolution of which a part is zero."""
+    made = conv(**options)
+    with torch.no_grad():
+        for name in zero:
+            getattr(made, name)[slice(None) if value is None else value].zero_()
+    return made
+
+
+same = functools.partial(conv, 2, 8, padding=1)  # the shape of its input
+pointwise = functools.partial(conv, 2, 64, out_channels=64, kernel_size=1)  # large enough to run as a linear layer
+stack_of = functools.partial(lambda make, count: nn.ModuleList(make() for _ in range(count)), count=4)
+OPTIONS = {
     "plain": {}, "no bias": {"bias": False}, "stride": {"stride": 2}, "padding": {"padding": 1}, "dilation": {"dilation": 2},
-    "groups": {"groups": 2}, "depthwise": {"groups": 4}, "depthwise, strided and padded": {"groups": 4, "stride": 2, "padding": 1},
-    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}, "1x1": {"kernel_size": 1}, "5x5": {"kernel_size": 5, "padding": 2},
-    "one output channel": {"out_channels": 1}, "padding='same'": {"padding": "same"}, "padding='valid'": {"padding": "valid"},
-    "padding='same', asymmetric": {"kernel_size": 2, "padding": "same"},
-    "padding='same', asymmetric, dilated": {"kernel_size": 4, "dilation": 3, "padding": "same"},
-    "circular": {"padding": 1, "padding_mode": "circular"}, "reflect": {"padding": 1, "padding_mode": "reflect"},
-    "replicate": {"padding": 2, "padding_mode": "replicate"}, "circular and same": {"padding": "same", "padding_mode": "circular"},
+    "groups": {"groups": 2}, "depthwise": {"groups": 4}, "depthwise, strided": {"groups": 4, "stride": 2, "padding": 1},
+    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}, "1x1": {"kernel_size": 1}, "one channel": {"out_channels": 1},
+    "5x5": {"kernel_size": 5, "padding": 2}, "padding='same'": {"padding": "same"}, "padding='valid'": {"padding": "valid"},
+    "same, asymmetric": {"kernel_size": 2, "padding": "same"}, "circular": {"padding": 1, "padding_mode": "circular"},
+    "same, asymmetric, dilated": {"kernel_size": 4, "dilation": 3, "padding": "same"},
+    "reflect": {"padding": 1, "padding_mode": "reflect"}, "replicate": {"padding": 2, "padding_mode": "replicate"},
+    "circular, same": {"padding": "same", "padding_mode": "circular"},
     "circular, same, asymmetric": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
 }  # fmt: skip
-
-
-def conv(n: int = 2, inner: int = 4, **options) -> nn.Module:
-    given = {"out_channels": 8, "kernel_size": 3, **options}
-    return getattr(nn, f"Conv{n}d")(inner, **given)
-
-
-CONVS = {
-    f"conv{n}d {name}": Case(functools.partial(conv, n, **options), SIZES[n], "quantize qconv")
-    for n in (1, 2, 3)
-    for name, options in CONVOLUTIONS.items()
-}
-W = functools.partial(torch.randn, 8, 2, 3, 3)
-CONV_FUNCTIONS = {
+FUNCTIONS = {
     "F.conv2d, all arguments": lambda m, x: F.conv2d(x, m.w, m.b, 2, 1, 1, 2),
     "F.conv2d, none": lambda m, x: F.conv2d(x, m.w, groups=2),
-    "F.conv2d, keywords": lambda m, x: F.conv2d(input=x, weight=m.w, bias=m.b, stride=(1, 2), padding=(2, 0), dilation=(2, 1), groups=2),
+    "F.conv2d, keywords": lambda m, x: F.conv2d(input=x, weight=m.w, bias=m.b, stride=(1, 2), padding=(2, 0), groups=2),
     "torch.conv2d, padding='same'": lambda m, x: torch.conv2d(x, m.w, m.b, padding="same", groups=2),
-}  # fmt: skip
+}
 NORMS = {
     "conv1d bn": (lambda: nn.Sequential(conv(1), nn.BatchNorm1d(8)), SIZES[1], "qconv"),
     "conv2d bn": (lambda: nn.Sequential(conv(2, bias=False), nn.BatchNorm2d(8)), SIZES[2], "qconv"),
     "conv3d bn": (lambda: nn.Sequential(conv(3), nn.BatchNorm3d(8)), SIZES[3], "qconv"),
     "conv bn relu": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU()), SIZES[2], "qconv"),
     "conv bn hardswish": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8), nn.Hardswish()), SIZES[2], "qconv"),
-    "circular conv bn": (lambda: nn.Sequential(conv(padding=1, padding_mode="circular"), nn.BatchNorm2d(8)), SIZES[2], "qconv"),
+    "replicate bn": (lambda: nn.Sequential(conv(padding=1, padding_mode="replicate"), nn.BatchNorm2d(8)), SIZES[2], "qconv"),
     "linear bn relu": (lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU()), (5, 16), "qlinear"),
-}  # fmt: skip
-OTHER_CONVS = {
+}
+CONVS = {
     **{
-        name: Case(functools.partial(Call, fn, w=W(), b=torch.randn(8)), SIZES[2], "quantize qconv")
-        for name, fn in CONV_FUNCTIONS.items()
+        f"conv{n}d {name}": Case(functools.partial(conv, n, **options), SIZES[n], "quantize qconv")
+        for n in (1, 2, 3) for name, options in OPTIONS.items()
     },
     **{
-        name: Case(make, shape, f"quantize {kernel}", behind=kernel) for name, (make, shape, kernel) in NORMS.items()
+        name: Case(functools.partial(Call, fn, w=torch.randn(8, 2, 3, 3), b=torch.randn(8)), SIZES[2], "quantize qconv")
+        for name, fn in FUNCTIONS.items()
     },
+    **{name: Case(make, shape, f"quantize {kernel}", behind=kernel) for name, (make, shape, kernel) in NORMS.items()},
     "padded by the kernel": Case(lambda: conv(padding=1, out_channels=2), (1, 4, 330, 330), "quantize qconv"),
     "1x1 input": Case(lambda: conv(padding=1), (2, 4, 1, 1), "quantize qconv"),
-    "as linear": Case(lambda: conv(inner=64, out_channels=64, kernel_size=1), (2, 64, 56, 56), "quantize qlinear"),
-    "without a batch": Case(lambda: conv(), (4, 12, 11), "quantize qconv", "quantize*2 qconv*2"),
+    "as linear": Case(pointwise, BIG, "quantize qlinear"),
+    "an image of three channels": Case(lambda: conv(2, 3), (2, 3, 12, 11), "quantize add qconv"),
+    "an image, strided and padded": Case(lambda: conv(2, 3, kernel_size=7, stride=2, padding=3), (1, 3, 21, 30), "quantize add qconv"),
+    "without a batch": Case(conv, (4, 12, 11), "quantize qconv", "quantize*2 qconv*2"),
     "channels_last": Case(
-        lambda: conv(padding=1), lambda: torch.randn(SIZES[2]).to(memory_format=torch.channels_last), "quantize qconv"
-    ),
-    "conv_transpose2d": Case(lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3)), SIZES[2], "convolution", "convolution quantize qconv"),
-}
+        lambda: conv(padding=1), lambda: torch.randn(SIZES[2]).to(memory_format=torch.channels_last), "quantize qconv"),
+    "a strided view": Case(conv, lambda: torch.randn(2, 4, 24, 11)[:, :, ::2], "quantize qconv"),
+    "an output channel of zeros": Case(lambda: without(3, "weight", "bias"), SIZES[2], "quantize qconv"),
+    "all zeros": Case(lambda: without(None, "weight"), SIZES[2], "quantize qconv"),
+    "a constant input": Case(lambda: conv(padding=1), lambda: torch.full(SIZES[2], -3.0), "quantize qconv"),
+    "an input of zeros": Case(conv, lambda: torch.zeros(SIZES[2]), "quantize qconv"),
+    "transposed": Case(
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3)), SIZES[2], "convolution", "convolution quantize qconv"),
+}  # fmt: skip
 
 
-@table(CONVS, OTHER_CONVS)
+@table(CONVS)
 def test_convolution(case, out):
     assert_lowers(case, out)
 
 
 # Activations
 
+#: What the stock kernels take, as measured.
 TAKEN = {"conv1d": {"relu"}, "conv2d": {"relu", "clamp", "hardswish", "silu"}, "conv3d": set(),
-         "linear": {"relu", "clamp", "hardswish", "silu", "leaky_relu", "tanh", "gelu"}}  # as measured: KERNELS.md  # fmt: skip
-#: (what it is to a kernel, how it is written)
+         "linear": {"relu", "clamp", "hardswish", "silu", "leaky_relu", "tanh", "gelu"}}  # fmt: skip
 MODULES = [
-    ("relu", nn.ReLU()), ("clamp", nn.ReLU6()), ("clamp", nn.Hardtanh(-1.5, 0.5)), ("hardswish", nn.Hardswish()), ("silu", nn.SiLU()),
-    ("leaky_relu", nn.LeakyReLU(0.2)), ("gelu", nn.GELU()), ("gelu", nn.GELU("tanh")), ("sigmoid", nn.Sigmoid()), ("tanh", nn.Tanh()),
-    ("elu", nn.ELU(0.7)), ("mish", nn.Mish()), ("hardsigmoid", nn.Hardsigmoid()),
+    ("relu", nn.ReLU()), ("clamp", nn.ReLU6()), ("clamp", nn.Hardtanh(-1.5, 0.5)), ("hardswish", nn.Hardswish()),
+    ("silu", nn.SiLU()), ("leaky_relu", nn.LeakyReLU(0.2)), ("gelu", nn.GELU()), ("gelu", nn.GELU("tanh")),
+    ("sigmoid", nn.Sigmoid()), ("tanh", nn.Tanh()), ("elu", nn.ELU(0.7)), ("mish", nn.Mish()), ("hardsigmoid", nn.Hardsigmoid()),
 ]  # fmt: skip
 SPELLINGS = {
-    "F.relu": ("relu", F.relu), "F.relu(inplace)": ("relu", lambda x: F.relu(x, inplace=True)), "torch.relu_": ("relu", torch.relu_),
-    "x.relu": ("relu", lambda x: x.relu()), "x.relu_": ("relu", lambda x: x.relu_()), "nn.ReLU(inplace)": ("relu", nn.ReLU(True)),
+    "F.relu": ("relu", F.relu), "F.relu(inplace)": ("relu", lambda x: F.relu(x, inplace=True)), "x.relu_": ("relu", lambda x: x.relu_()),
+    "x.relu": ("relu", lambda x: x.relu()), "torch.relu_": ("relu", torch.relu_), "nn.ReLU(inplace)": ("relu", nn.ReLU(True)),
     "F.relu6": ("clamp", F.relu6), "nn.ReLU6(inplace)": ("clamp", nn.ReLU6(True)), "F.hardtanh": ("clamp", F.hardtanh),
     "F.hardtanh_": ("clamp", lambda x: F.hardtanh_(x, -0.5, 1.0)), "torch.clamp": ("clamp", lambda x: torch.clamp(x, 0, 6)),
     "x.clamp(-1, 1)": ("clamp", lambda x: x.clamp(-1, 1)), "x.clamp_": ("clamp", lambda x: x.clamp_(min=-0.5, max=0.5)),
@@ -260,32 +281,30 @@ SPELLINGS = {
     "nn.Hardswish(inplace)": ("hardswish", nn.Hardswish(True)), "F.silu": ("silu", F.silu),
     "F.silu(inplace)": ("silu", lambda x: F.silu(x, inplace=True)), "x * sigmoid(x)": ("silu", lambda x: x * torch.sigmoid(x)),
     "sigmoid(x) * x": ("silu", lambda x: x.sigmoid() * x), "x.mul(sigmoid(x))": ("silu", lambda x: x.mul(F.sigmoid(x))),
-    "F.gelu": ("gelu", F.gelu), "F.gelu(tanh)": ("gelu", lambda x: F.gelu(x, approximate="tanh")), "x.tanh": ("tanh", lambda x: x.tanh()),
-    "torch.tanh_": ("tanh", torch.tanh_), "F.leaky_relu": ("leaky_relu", F.leaky_relu),
-    "F.leaky_relu_": ("leaky_relu", lambda x: F.leaky_relu_(x, 0.3)), "x.sigmoid_": ("sigmoid", lambda x: x.sigmoid_()),
-    "x.abs": ("abs", lambda x: x.abs()), "torch.square": ("pow", torch.square), "x.exp": ("exp", lambda x: x.exp()),
-    "x.clamp(max=1)": ("clamp max", lambda x: x.clamp(max=1.0)), "sqrt of abs": ("abs sqrt", lambda x: x.abs().sqrt()), "torch.round": ("round", lambda x: torch.round(x)),
+    "F.gelu": ("gelu", F.gelu), "F.gelu(tanh)": ("gelu", lambda x: F.gelu(x, approximate="tanh")), "torch.tanh_": ("tanh", torch.tanh_),
+    "x.tanh": ("tanh", lambda x: x.tanh()), "F.leaky_relu": ("leaky_relu", F.leaky_relu), "x.sigmoid_": ("sigmoid", lambda x: x.sigmoid_()),
+    "F.leaky_relu_": ("leaky_relu", lambda x: F.leaky_relu_(x, 0.3)), "x.abs": ("abs", lambda x: x.abs()),
+    "torch.square": ("pow", torch.square), "x.exp": ("exp", lambda x: x.exp()), "sqrt of abs": ("abs sqrt", lambda x: x.abs().sqrt()),
+    "torch.round": ("round", torch.round), "x.clamp(max=1)": ("clamp max", lambda x: x.clamp(max=1.0)),
 }  # fmt: skip
-LAYERS = {
-    "conv1d": (lambda: conv(1), SIZES[1]), "conv2d": (conv, SIZES[2]), "conv3d": (lambda: conv(3), SIZES[3]),
-    "linear": (lambda: nn.Linear(16, 12), (3, 7, 16)),
-}  # fmt: skip
+LAYERS = {"conv1d": (lambda: conv(1), SIZES[1]), "conv2d": (conv, SIZES[2]), "conv3d": (lambda: conv(3), SIZES[3]),
+          "linear": (lambda: nn.Linear(16, 12), (3, 7, 16))}  # fmt: skip
 
 
-def activated(layer: str, act: Callable) -> nn.Module:
-    made = LAYERS[layer][0]()
-    return nn.Sequential(made, copy.deepcopy(act)) if isinstance(act, nn.Module) else Call(lambda m, x: act(m.layer(x)), layer=made)
+def behind_layer(make: Callable, act: Callable) -> Callable[[], nn.Module]:
+    if isinstance(act, nn.Module):
+        return lambda: nn.Sequential(make(), copy.deepcopy(act))
+    return lambda: Call(lambda m, x: act(m.a(x)), a=make())
 
 
 def activation_case(layer: str, name: str, act: Callable) -> Case:
-    kernel = "qlinear" if layer == "linear" else "qconv"
-    left = "" if name in TAKEN[layer] else f" {name.removesuffix(' max')}"
-    after = f"quantize {kernel}{left}{' quantize' * bool(left)} {kernel}"
-    return Case(lambda: activated(layer, act), LAYERS[layer][1], f"quantize {kernel}{left}", after, kernel)
+    kernel, left = "qlinear" if layer == "linear" else "qconv", "" if name in TAKEN[layer] else name.removesuffix(" max")
+    make, shape = LAYERS[layer]
+    after = f"quantize {kernel} {left} {'quantize' * bool(left)} {kernel}"
+    return Case(behind_layer(make, act), shape, f"quantize {kernel} {left}", after, kernel)
 
 
-ACTIVATIONS = {f"{layer} {act}": activation_case(layer, name, act) for layer in LAYERS for name, act in MODULES}
-ACTIVATION_SPELLINGS = {
+ACTIVATIONS = {f"{layer} {act}": activation_case(layer, name, act) for layer in LAYERS for name, act in MODULES} | {
     f"{layer} {text}": activation_case(layer, name, act)
     for layer in ("conv2d", "linear")
     for text, (name, act) in SPELLINGS.items()
@@ -293,59 +312,41 @@ ACTIVATION_SPELLINGS = {
 }
 
 
-@table(ACTIVATIONS, ACTIVATION_SPELLINGS)
+@table(ACTIVATIONS)
 def test_activation(case, out):
     assert_lowers(case, out)
 
 
-# Sums: ``y`` is the other operand, ``b`` the layer that gets the sum
+# Sums: ``y`` is the other operand, ``b`` the layer that takes it
 
-SUMS = {
-    "y + b(x)": lambda m, y, x: y + m.b(x), "b(x) + y": lambda m, y, x: m.b(x) + y, "torch.add": lambda m, y, x: torch.add(m.b(x), y),
+SPELLED_SUMS = {
+    "y + b(x)": lambda m, y, x: y + m.b(x), "b(x) + y": lambda m, y, x: m.b(x) + y, "in place": lambda m, y, x: m.b(x).add_(y),
+    "+ relu": lambda m, y, x: F.relu(y + m.b(x)), "torch.add": lambda m, y, x: torch.add(m.b(x), y),
     "keywords": lambda m, y, x: torch.add(input=y, other=m.b(x), alpha=1), "x.add": lambda m, y, x: y.add(m.b(x)),
-    "in place": lambda m, y, x: m.b(x).add_(y), "+ relu": lambda m, y, x: F.relu(y + m.b(x)),
     "+ nn.ReLU": lambda m, y, x: m.relu(m.b(x) + y), "in place + relu_": lambda m, y, x: m.b(x).add_(y).relu_(),
-    "dropout between": lambda m, y, x: (y + m.drop(m.b(x))).relu(),
+    "dropout between": lambda m, y, x: (y + m.drop(m.b(x))).relu(), "y += b(x)": lambda m, y, x: operator.iadd(y, m.b(x)),
+    "y.add_(b(x))": lambda m, y, x: y.add_(m.b(x)).relu_(),
 }  # fmt: skip
-OTHERS = {  # how the other operand comes, and what runs; S is the kernel with the sum
+#: How the other operand comes, and what runs before the sum, with float and int8 out.
+OTHERS = {
     "int8": (lambda m, x, add: add(m, m.a(x), x), "quantize K dequantize S", "quantize K S K"),
-    "float": (lambda m, x, add: add(m, F.softplus(m.a(x)), x), "quantize K softplus S", "quantize K softplus S quantize K"),
-    "alive": (lambda m, x, add: [(add(m, y, x), y) for y in [m.a(x)]][0], "quantize K S", "quantize K S quantize K"),
-    "the input": (lambda m, x, add: add(m, x, x), "quantize S", "quantize S quantize K"),
+    "float": (lambda m, x, add: add(m, F.softplus(m.a(x)), x), "quantize K softplus S", "quantize K softplus S Q K"),
+    "alive": (lambda m, x, add: [(add(m, y, x), y) for y in [m.a(x)]][0], "quantize K S", "quantize K S Q K"),
+    "the input": (lambda m, x, add: add(m, x, x), "quantize S", "quantize S Q K"),
 }
-IN_PLACE_SUMS = {
-    "y += b(x)": lambda m, y, x: operator.iadd(y, m.b(x)), "y.add_(b(x))": lambda m, y, x: y.add_(m.b(x)).relu_(),
-}  # fmt: skip
+#: A float operand does not keep a linear layer from writing uint8.
+SUM_KERNELS = {"conv": {"K": "qconv", "S": "qconv_sum", "Q": "quantize"}, "linear": {"K": "qlinear", "S": "qlinear", "Q": ""}}
 
 
 def sum_case(kind: str, add: Callable, other: str) -> Case:
-    layer = (lambda: conv(2, 8, padding=1)) if kind == "conv" else (lambda: nn.Linear(16, 16))
-    fn, runs, int8 = OTHERS[other]
+    layer = same if kind == "conv" else functools.partial(nn.Linear, 16, 16)
+    fn, *runs = OTHERS[other]
+    runs = [" ".join(SUM_KERNELS[kind].get(part, part) for part in text.split()) for text in runs]
 
     def make() -> nn.Module:
         return Call(lambda m, x: fn(m, x, add), a=layer(), b=layer(), relu=nn.ReLU(True), drop=nn.Dropout(0.3))
 
-    names = {"K": "qconv", "S": "qconv_sum"} if kind == "conv" else {"K": "qlinear", "S": "qlinear"}
-    runs, int8 = (" ".join(names.get(part, part) for part in text.split()) for text in (runs, int8))
-    if kind == "linear" and other == "float":  # a float operand does not keep a linear layer from writing uint8
-        int8 = "quantize qlinear softplus qlinear*2"
-    if kind == "linear" and other in ("alive", "the input"):
-        int8 = int8.replace(" quantize qlinear", " qlinear")
-    return Case(make, (2, 8, 9, 10) if kind == "conv" else (3, 7, 16), runs, int8, names["K"])
-
-
-SUM_CASES = {
-    f"{kind} {text}, {other}": sum_case(kind, add, other)
-    for kind in ("conv", "linear")
-    for other in OTHERS
-    for text, add in ({**SUMS, **IN_PLACE_SUMS} if other == "int8" else SUMS).items()
-    if other == "int8" or text in ("y + b(x)", "b(x) + y", "in place", "+ relu")
-}
-
-
-@table(SUM_CASES)
-def test_sum(case, out):
-    assert_lowers(case, out)
+    return Case(make, IMAGE if kind == "conv" else (3, 7, 16), *runs, SUM_KERNELS[kind]["K"])
 
 
 def chain(m, x):
@@ -355,131 +356,106 @@ def chain(m, x):
     return y
 
 
-def both(m, x):
-    y, z = m.a(x), m.b(x)
-    return y + z + y
+def sum_of(fn: Callable, layer: Callable = same) -> Callable[[], nn.Module]:
+    return lambda: Call(lambda m, x: fn(m, x), a=layer(), b=layer(), w=torch.randn(8, 1, 1), v=torch.randn(IMAGE))
 
 
-SUM2 = {"a": lambda: conv(2, 8, padding=1), "b": lambda: conv(2, 8, padding=1), "pool": lambda: nn.AdaptiveAvgPool2d(1)}
+def two(layer: Callable, other: Callable | None = None) -> Callable[[], nn.Module]:
+    return lambda: Call(lambda m, x: F.relu(m.a(x) + m.b(x)), a=layer(), b=(other or layer)())
 
 
-def sum_of(fn: Callable, n: int = 2) -> Callable[[], nn.Module]:
-    layer = (lambda: conv(n, 8, padding=1)) if n else (lambda: nn.Linear(8, 8))
-    return lambda: Call(lambda m, x: fn(m, x), a=layer(), b=layer(), w=torch.randn(8, 1, 1), v=torch.randn(2, 8, 9, 10))
-
-
-def layers(make: Callable, count: int = 4) -> nn.ModuleList:
-    return nn.ModuleList(make() for _ in range(count))
-
-
-POINTWISE = functools.partial(conv, inner=64, out_channels=64, kernel_size=1)
-TWO, IMAGE = "quantize qconv*2 dequantize add", (2, 8, 9, 10)
-OTHER_SUMS = {
-    "chain of convs": Case(lambda: Call(chain, layers=layers(lambda: conv(2, 8, padding=1))), IMAGE,
+SUMS = {
+    f"{kind} {text}, {other}": sum_case(kind, add, other)
+    for kind in SUM_KERNELS
+    for other in OTHERS
+    for text, add in SPELLED_SUMS.items()
+    if other == "int8" or text in list(SPELLED_SUMS)[:4]
+}
+MORE_SUMS = {
+    "chain of convs": Case(lambda: Call(chain, layers=stack_of(same)), IMAGE,
                            "quantize qconv dequantize qconv_sum*3", "quantize qconv*2 qconv_sum*3"),
-    "chain of linears": Case(lambda: Call(chain, layers=layers(lambda: nn.Linear(8, 8))), (5, 8),
+    "chain of linears": Case(lambda: Call(chain, layers=stack_of(lambda: nn.Linear(8, 8))), (5, 8),
                              "quantize qlinear*4 dequantize", "quantize qlinear*5", "qlinear"),
-    "conv bn + conv bn + relu": Case(
-        lambda: Call(lambda m, x: F.relu(m.bn(m.a(x)) + m.bm(m.b(x))), a=conv(2, 8), b=conv(2, 8), bn=nn.BatchNorm2d(8),
-                     bm=nn.BatchNorm2d(8)),
-        IMAGE, "quantize qconv dequantize qconv_sum", "quantize qconv qconv_sum qconv"),
-    "strided, grouped, dilated": Case(
-        lambda: Call(lambda m, x: m.a(x) + m.b(x), a=conv(2, 8, stride=2), b=conv(2, 8, stride=2, padding=2, dilation=3, groups=4)),
-        (2, 8, 11, 11), "quantize qconv dequantize qconv_sum", "quantize qconv qconv_sum qconv"),
-    "replicate padding": Case(
-        sum_of(lambda m, x: x + m.a(F.pad(x, (1, 1, 1, 1), mode="replicate"))[:, :, 1:-1, 1:-1]), IMAGE,
-        "quantize qconv add replication_pad2d", "quantize*2 qconv*2 add replication_pad2d"),
-    "pointwise": Case(lambda: Call(lambda m, x: F.relu(m.a(x) + m.b(x)), a=POINTWISE(), b=POINTWISE()), (2, 64, 56, 56),
-                      "quantize qlinear dequantize qlinear", "quantize qlinear*2 qconv"),
-    "pointwise, other alive": Case(lambda: Call(lambda m, x: m.a(x) + x, a=POINTWISE()), (2, 64, 56, 56), "quantize qlinear", "quantize qlinear qconv"),
-    "one input of the model each": Case(lambda: Call(lambda m, x, y: m.a(x) + y, a=conv(2, 8, padding=1)),
-                                        lambda: (torch.randn(IMAGE), torch.randn(IMAGE)), "quantize qconv_sum", "quantize*2 qconv_sum qconv"),
-    # Not one kernel: what the sum kernels do not take
-    "conv1d": Case(sum_of(lambda m, x: m.a(x) + m.b(x), 1), (2, 8, 9), "qconv*2 add ...", "qconv*3 add ..."),
-    "conv3d": Case(sum_of(lambda m, x: m.a(x) + m.b(x), 3), (2, 8, 4, 5, 3), "qconv*2 add ...", "qconv*3 add ..."),
-    "other broadcasts": Case(sum_of(lambda m, x: m.a(x) + m.b(x).mean((2, 3), True)), IMAGE, "qconv*2 mean add ...", "qconv*3 mean add ..."),
-    "layer broadcasts": Case(sum_of(lambda m, x: x + m.a(x[:, :, :1, :1])), IMAGE, "quantize qconv add", "quantize*2 qconv*2 add"),
-    "linear, other broadcasts": Case(sum_of(lambda m, x: m.a(x) + x[:1], 0), (5, 8), "quantize qlinear add", "quantize*2 qlinear*2 add", "qlinear"),
-    "other is a parameter": Case(sum_of(lambda m, x: m.a(x) + m.w), IMAGE, "quantize qconv add", "quantize*2 qconv*2 add"),
-    "other is a parameter of the same shape": Case(sum_of(lambda m, x: m.a(x) + m.v), IMAGE, "quantize qconv add", "quantize*2 qconv*2 add"),
-    "other is a number": Case(sum_of(lambda m, x: m.a(x) + 1.0), IMAGE, "qconv add ...", "qconv*2 add ..."),
-    "other is an integer tensor": Case(sum_of(lambda m, x: m.a(x) + (x > 0).long()), IMAGE, "quantize qconv gt add", "quantize*2 qconv*2 gt add"),
-    "alpha": Case(sum_of(lambda m, x: torch.add(m.a(x), x, alpha=2)), IMAGE, "quantize qconv add", "quantize*2 qconv*2 add"),
-    "x + conv(x) * 10": Case(sum_of(lambda m, x: x + m.a(x) * 10), IMAGE, "quantize qconv mul add", "quantize*2 qconv*2 mul add"),
-    "with itself": Case(sum_of(lambda m, x: [y + y for y in [m.a(x)]][0]), IMAGE, "qconv add ...", "qconv*2 add ..."),
-    "sum read twice": Case(sum_of(lambda m, x: [F.relu(y) * y for y in [x + m.a(x)]][0]), IMAGE, "quantize qconv_sum relu mul",
-                           "quantize*2 qconv_sum qconv relu mul"),
-    "both operands and one again": Case(sum_of(both), IMAGE, "qconv qconv_sum add ...", "qconv*2 qconv_sum add ..."),
-    "an activation other than relu": Case(sum_of(lambda m, x: F.silu(x + m.a(x))), IMAGE, "quantize qconv_sum silu", "quantize*2 qconv_sum silu qconv"),
+    "conv bn + conv bn": Case(two(lambda: nn.Sequential(same(), nn.BatchNorm2d(8))), IMAGE,
+                              "quantize qconv dequantize qconv_sum", "quantize qconv qconv_sum qconv"),
+    "strided": Case(two(lambda: same(stride=2), lambda: same(stride=2, padding=3, dilation=3, groups=4)), (2, 8, 11, 11),
+                    "quantize qconv dequantize qconv_sum", "quantize qconv qconv_sum qconv"),
+    "pointwise": Case(two(pointwise), BIG, "quantize qlinear dequantize qlinear", "quantize qlinear*2 qconv"),
+    "pointwise, other alive": Case(lambda: Call(lambda m, x: m.a(x) + x, a=pointwise()), BIG, "quantize qlinear"),
+    "two inputs": Case(lambda: Call(lambda m, x, y: m.a(x) + y, a=same()), lambda: (torch.randn(IMAGE), torch.randn(IMAGE)),
+                       "quantize qconv_sum", "quantize*2 qconv_sum qconv"),
+    "another activation": Case(sum_of(lambda m, x: F.silu(x + m.a(x))), IMAGE,
+                               "quantize qconv_sum silu", "quantize*2 qconv_sum silu qconv"),
+    "read twice": Case(sum_of(lambda m, x: [F.relu(y) * y for y in [x + m.a(x)]][0]), IMAGE,
+                       "quantize qconv_sum relu mul", "quantize*2 qconv_sum qconv relu mul"),
+    "one operand again": Case(sum_of(lambda m, x: [y + m.b(x) + y for y in [m.a(x)]][0]), IMAGE,
+                              "qconv qconv_sum add ...", "qconv*2 qconv_sum add ..."),
 }  # fmt: skip
+UNFUSED = {  # what the kernels with a sum do not take
+    "conv1d": (two(lambda: same(), None) and sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(1, 8)), (2, 8, 9), "qconv*2 add"),
+    "conv3d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(3, 8)), (2, 8, 4, 5, 3), "qconv*2 add"),
+    "other broadcasts": (sum_of(lambda m, x: m.a(x) + m.b(x).mean((2, 3), True)), IMAGE, "qconv*2 mean add"),
+    "layer broadcasts": (sum_of(lambda m, x: x + m.a(x[:, :, :1, :1])), IMAGE, "qconv add"),
+    "other is a parameter": (sum_of(lambda m, x: m.a(x) + m.w), IMAGE, "qconv add"),
+    "other is a parameter of its shape": (sum_of(lambda m, x: m.a(x) + m.v), IMAGE, "qconv add"),
+    "other is a number": (sum_of(lambda m, x: m.a(x) + 1.0), IMAGE, "qconv add"),
+    "other is of integers": (sum_of(lambda m, x: m.a(x) + (x > 0).long()), IMAGE, "qconv gt add"),
+    "alpha": (sum_of(lambda m, x: torch.add(m.a(x), x, alpha=2)), IMAGE, "qconv add"),
+    "x + conv(x) * 10": (sum_of(lambda m, x: x + m.a(x) * 10), IMAGE, "qconv mul add"),
+    "with itself": (sum_of(lambda m, x: [y + y for y in [m.a(x)]][0]), IMAGE, "qconv add"),
+}  # fmt: skip
+MORE_SUMS |= {name: Case(make, shape, f"{runs} ...", f"{runs} qconv ...") for name, (make, shape, runs) in UNFUSED.items()}
 
 
-@table(OTHER_SUMS)
-def test_other_sums(case, out):
+@table(SUMS, MORE_SUMS)
+def test_sum(case, out):
     assert_lowers(case, out)
 
 
-# Linear layers
+# Linear layers and matmuls
 
 
-def linear(fn: Callable, inner: int = 16, **options) -> Callable[[], nn.Module]:
-    return lambda: Call(fn, a=nn.Linear(inner, 12, **options))
+def linear(fn: Callable = lambda m, x: m.a(x), **options: Any) -> Callable[[], nn.Module]:
+    return lambda: Call(fn, a=nn.Linear(16, 12, **options))
 
 
 W = functools.partial(torch.randn, 12, 16)
 LINEARS = {
-    **{
-        f"{len(shape)}-d{text}": Case(linear(lambda m, x: m.a(x), **options), shape, "quantize qlinear", behind="qlinear")
-        for shape in ((16,), (5, 16), (3, 7, 16), (2, 3, 4, 16), (2, 1, 3, 2, 16))
-        for text, options in {"": {}, ", no bias": {"bias": False}}.items()
-    },
-    **{
-        name: Case(make, shape, "quantize qlinear", behind="qlinear")
-        for name, make, shape in (
-            ("one output", lambda: nn.Linear(16, 1), (5, 16)),
-            ("one row, one input", lambda: nn.Linear(1, 3), (1, 1)),
-            ("transposed input", linear(lambda m, x: m.a(x.transpose(1, 2))), (3, 16, 7)),
-            ("strided input", linear(lambda m, x: m.a(x[:, ::2])), (3, 7, 16)),
-            ("expanded input", linear(lambda m, x: m.a(x.expand(4, 7, 16))), (1, 7, 16)),
-            ("non-contiguous argument", linear(lambda m, x: m.a(x)), lambda: torch.randn(16, 7).t()),
-            ("F.linear", lambda: Call(lambda m, x: F.linear(x, m.w, m.b), w=W(), b=torch.randn(12)), (5, 16)),
-            ("F.linear, keywords", lambda: Call(lambda m, x: F.linear(input=x, weight=m.w), w=W()), (2, 5, 16)),
-            ("F.linear of a transposed parameter", lambda: Call(lambda m, x: F.linear(x, m.w.t()), w=torch.randn(16, 12)), (5, 16)),
-        )
-    },
-}
-
-
-@table(LINEARS)
-def test_linear(case, out):
-    assert_lowers(case, out)
-
-
-# Matmuls: int8 where asked for
-
+    **{f"{len(shape)}-d": (linear(), shape) for shape in ((16,), (5, 16), (3, 7, 16), (2, 3, 4, 16), (2, 1, 3, 2, 16))},
+    "no bias": (linear(bias=False), (3, 7, 16)), "one output": (lambda: nn.Linear(16, 1), (5, 16)), "1x1": (lambda: nn.Linear(1, 3), (1, 1)),
+    "transposed": (linear(lambda m, x: m.a(x.transpose(1, 2))), (3, 16, 7)), "strided": (linear(lambda m, x: m.a(x[:, ::2])), (3, 7, 16)),
+    "expanded": (linear(lambda m, x: m.a(x.expand(4, 7, 16))), (1, 7, 16)), "not contiguous": (linear(), lambda: torch.randn(16, 7).t()),
+    "F.linear": (lambda: Call(lambda m, x: F.linear(x, m.w, m.b), w=W(), b=torch.randn(12)), (5, 16)),
+    "F.linear, keywords": (lambda: Call(lambda m, x: F.linear(input=x, weight=m.w), w=W()), (2, 5, 16)),
+    "F.linear of w.t()": (lambda: Call(lambda m, x: F.linear(x, m.w.t()), w=torch.randn(16, 12)), (5, 16)),
+}  # fmt: skip
+LINEAR_CASES = {name: Case(make, shape, "quantize qlinear", behind="qlinear") for name, (make, shape) in LINEARS.items()}
+LINEAR_CASES["other broadcasts"] = Case(
+    sum_of(lambda m, x: m.a(x) + x[:1], lambda: nn.Linear(8, 8)), (5, 8), "quantize qlinear add", "qlinear*2 add ...", "qlinear"
+)
 ASKED = QConfigMapping().set_global(dbrq.default_qconfig_mapping().global_qconfig)
-MATMULS = {  # of q and k [2, 3, 8, 16]: how many products, and what else runs; "..." where there is no kernel to fuse with
+MATMULS = {  # of q and k [2, 3, 8, 16]: how many products, and what else runs; no batched int8 kernel takes more than those
     "@": (lambda q, k: q @ k.mT, 6, ""), "torch.matmul": (lambda q, k: torch.matmul(q, k.transpose(-1, -2)), 6, ""),
     "bmm": (lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)), 6, ""),
-    "/ number": (lambda q, k: q @ k.transpose(2, 3) / 4.0, 6, "..."), "torch.div": (lambda q, k: torch.div(q @ k.mT, 4), 6, "..."),
-    "/ number, float": (lambda q, k: F.softplus(q @ k.transpose(2, 3) / 4.0), 6, "softplus"),
-    "/ 1-element tensor": (lambda q, k: q @ k.mT / torch.tensor(4.0), 6, "..."), "* number": (lambda q, k: q @ k.mT * 0.25, 6, "..."),
+    "/ number, int8": (lambda q, k: q @ k.transpose(2, 3) / 4.0, 6, "..."), "* number": (lambda q, k: q @ k.mT * 0.25, 6, "..."),
+    "/ number": (lambda q, k: F.softplus(q @ k.transpose(2, 3) / 4.0), 6, "softplus"),
+    "torch.div": (lambda q, k: F.softplus(torch.div(q @ k.transpose(2, 3), 4)), 6, "softplus"),
+    "/ 1-element tensor": (lambda q, k: q @ k.mT / torch.tensor(4.0), 6, "..."),
     "/ number + mask": (lambda q, k: q @ k.transpose(2, 3) / 4.0 + torch.ones(8, 8).triu(1).mul(-5.0), 6, "add"),
-    "broadcast batch": (lambda q, k: q[:, :1] @ k.transpose(2, 3), 6, ""), "broadcast rank": (lambda q, k: q @ k[0].transpose(1, 2), 6, ""),
-    "2-d": (lambda q, k: q[0, 0] @ k[1, 0].t(), 1, ""),
-    "strided": (lambda q, k: q.transpose(1, 2)[:, ::2] @ k.permute(0, 2, 3, 1)[:, ::2], 8, ""),
-    "number / product": (lambda q, k: 1.0 / (q @ k.mT + 30.0), 6, "..."),
+    "broadcast batch": (lambda q, k: q.narrow(1, 0, 1) @ k.transpose(2, 3), 6, ""), "2-d": (lambda q, k: q.select(0, 0).select(0, 0) @ k.select(0, 1).select(0, 0).t(), 1, ""),
+    "broadcast rank": (lambda q, k: q @ k.select(0, 0).transpose(1, 2), 6, ""), "number / product": (lambda q, k: 1.0 / (q @ k.mT + 30.0), 6, "..."),
+    "strided": (lambda q, k: q.transpose(1, 2) @ k.permute(0, 2, 3, 1), 16, ""), "strided slices": (lambda q, k: q[:, :, ::2] @ k.mT[..., 1::2], 6, ""),
 }  # fmt: skip
 MATMUL_CASES = {
     name: Case(lambda op=op: Call(lambda m, x: op(m.q(x), m.k(x)), q=nn.Linear(16, 16), k=nn.Linear(16, 16)), (2, 3, 8, 16),
-               f"quantize qlinear*2 int_mm*{count} dequantize {left}",
-               f"quantize*2 qlinear*3 int_mm*{count} dequantize {left}", "qlinear", ASKED)
+               f"quantize qlinear*2 int_mm*{count} dequantize {left}", f"quantize*2 qlinear*3 int_mm*{count} dequantize {left}",
+               "qlinear", ASKED)
     for name, (op, count, left) in MATMULS.items()
 }  # fmt: skip
 
 
-@table(MATMUL_CASES)
-def test_matmul(case, out):
+@table(LINEAR_CASES, MATMUL_CASES)
+def test_linear_and_matmul(case, out):
     assert_lowers(case, out)
 
 
@@ -487,90 +463,77 @@ def test_matmul(case, out):
 
 MAX = "quantize qconv max_pool"
 POOLS = {
-    "nn.MaxPool2d": (nn.MaxPool2d(2), 2, MAX), "stride": (nn.MaxPool2d(3, stride=1), 2, MAX),
-    "padding": (nn.MaxPool2d(3, 2, 1), 2, MAX), "dilation": (nn.MaxPool2d(2, dilation=3), 2, MAX),
-    "ceil_mode": (nn.MaxPool2d(3, 2, ceil_mode=True), 2, MAX), "rectangle": (nn.MaxPool2d((3, 2), (1, 2), (1, 0), (2, 1)), 2, MAX),
-    "F.max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, 1, True), 2, MAX), "torch.max_pool2d": (lambda x: torch.max_pool2d(x, 2), 2, MAX),
-    "keywords": (lambda x: F.max_pool2d(x, kernel_size=3, padding=1), 2, MAX),
-    "pool of pools": (lambda x: F.max_pool2d(F.max_pool2d(x, 2), 2), 2, MAX + "*2"),
-    "nn.MaxPool1d": (nn.MaxPool1d(3, 2, 1), 1, MAX), "F.max_pool1d": (lambda x: F.max_pool1d(x, 2, dilation=2, ceil_mode=True), 1, MAX),
+    "nn.MaxPool2d": (nn.MaxPool2d(2), 2, MAX), "stride": (nn.MaxPool2d(3, stride=1), 2, MAX), "padding": (nn.MaxPool2d(3, 2, 1), 2, MAX),
+    "dilation": (nn.MaxPool2d(2, dilation=3), 2, MAX), "ceil_mode": (nn.MaxPool2d(3, 2, ceil_mode=True), 2, MAX),
+    "rectangle": (nn.MaxPool2d((3, 2), (1, 2), (1, 0), (2, 1)), 2, MAX), "F.max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, 1, True), 2, MAX),
+    "torch.max_pool2d": (lambda x: torch.max_pool2d(x, 2), 2, MAX), "keywords": (lambda x: F.max_pool2d(x, kernel_size=3, padding=1), 2, MAX),
+    "pool of pools": (lambda x: F.max_pool2d(F.max_pool2d(x, 2), 2), 2, MAX + "*2"), "nn.MaxPool1d": (nn.MaxPool1d(3, 2, 1), 1, MAX),
+    "F.max_pool1d": (lambda x: F.max_pool1d(x, 2, dilation=2, ceil_mode=True), 1, MAX),
     "nn.MaxPool3d": (nn.MaxPool3d(2, padding=1), 3, "quantize qconv max_pool3d_with_indices"),
-}  # fmt: skip
-AVERAGES = {
-    "nn.AdaptiveAvgPool2d": (nn.AdaptiveAvgPool2d(1), 2, "mean"), "to 3x5": (nn.AdaptiveAvgPool2d((3, 5)), 2, "_adaptive_avg_pool2d"),
-    "F.adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (None, 4)), 2, "_adaptive_avg_pool2d"),
-    "nn.AdaptiveAvgPool1d": (nn.AdaptiveAvgPool1d(3), 1, "_adaptive_avg_pool2d"),
-    "nn.AdaptiveAvgPool3d": (nn.AdaptiveAvgPool3d(2), 3, "_adaptive_avg_pool3d"),
-    "mean": (lambda x: x.mean((2, 3), keepdim=True), 2, "mean"), "torch.mean": (lambda x: torch.mean(x, -1, True), 2, "mean"),
-    "nn.AvgPool2d": (nn.AvgPool2d(2), 2, "..."), "padded": (nn.AvgPool2d(3, 2, 1), 2, "..."),
-    "no padding counted": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 2, "..."),
-    "ceil_mode": (nn.AvgPool2d(3, 2, ceil_mode=True), 2, "..."), "divisor": (lambda x: F.avg_pool2d(x, 3, divisor_override=5), 2, "..."),
-    "nn.AvgPool1d": (nn.AvgPool1d(3, 2, 1), 1, "..."), "nn.AvgPool3d": (nn.AvgPool3d(2), 3, "..."),
-    "relu before": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 2, 1)), 2, "..."),
-}  # fmt: skip
-MOVES = {  # of a conv's result [2, 8, 12, 11]
-    "flatten": lambda x: x.flatten(1), "torch.flatten": lambda x: torch.flatten(x, 2), "nn.Flatten": nn.Flatten(),
-    "view after a convolution": lambda x: x.view(x.size(0), -1), "reshape": lambda x: x.reshape(2, 4, 2, -1),
-    "view": lambda x: x.view(2, 8, -1), "permute": lambda x: x.permute(0, 2, 3, 1), "transpose": lambda x: x.transpose(1, 3),
-    "swapaxes": lambda x: torch.swapaxes(x, 1, 2), "mT": lambda x: x.mT, "T of two": lambda x: x[0, 0].T,
-    "movedim": lambda x: x.movedim(1, -1), "contiguous": lambda x: x.permute(0, 2, 3, 1).contiguous(), "slice": lambda x: x[:, 2:6],
-    "slice with a step": lambda x: x[..., ::2, 1::3], "index": lambda x: x[:, 0], "narrow": lambda x: x.narrow(1, 2, 4),
-    "select": lambda x: x.select(1, 3), "chunk": lambda x: x.chunk(2, 1)[0], "split": lambda x: torch.split(x, 3, 1)[2],
-    "unbind": lambda x: x.unbind(1)[1], "split and cat": lambda x: torch.cat(x.split([2, 6], 1)[::-1], 1),
-    "chunk and shuffle": lambda x: torch.cat(torch.chunk(x, 4, dim=1)[::2], dim=1), "cat": lambda x: torch.cat([x, x], 1),
-    "cat of pools": lambda x: torch.cat((F.max_pool2d(x, 3, 1, 1), x), dim=1), "stack": lambda x: torch.stack([x, x], 1),
-    "unsqueeze": lambda x: x.unsqueeze(1).squeeze(1), "expand": lambda x: x.narrow(1, 0, 1).expand(2, 4, 12, 11),
-    "repeat": lambda x: x.repeat(1, 2, 1, 1), "flip": lambda x: x.flip(3), "roll": lambda x: torch.roll(x, 2, 2),
-    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2), "nn.PixelShuffle": nn.PixelShuffle(2),
-    "channel_shuffle": lambda x: F.channel_shuffle(x, 4), "dropout": nn.Dropout(0.5), "identity": nn.Identity(),
-    "clone": lambda x: x.clone(), "zero padding": lambda x: F.pad(x, (1, 2, 0, 1)), "nn.ZeroPad2d": nn.ZeroPad2d(1),
-    "reflect": lambda x: F.pad(x, (1, 1, 2, 2), mode="reflect"), "nn.Unflatten": nn.Unflatten(1, (2, 4)),
-    "nearest": lambda x: F.interpolate(x, scale_factor=2), "nearest to a size": lambda x: F.interpolate(x, size=(7, 25)),
-    "nearest-exact": lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"), "nn.Upsample": nn.Upsample(scale_factor=2),
-    "nearest by a float": lambda x: F.interpolate(x, scale_factor=2.0), "nearest by two": lambda x: F.interpolate(x, scale_factor=(2.0, 1.5)),
-    "nearest to a square": lambda x: F.interpolate(x, size=14),
-    "unfold": lambda x: x.unfold(2, 3, 3),
-}  # fmt: skip
-OF_FLOATS = {  # ops on floats that hold the integers
-    **dict.fromkeys([name for name in MOVES if name.startswith("nearest ")], "upsample_nearest2d"),
-    "nearest": "upsample_nearest2d", "nn.Upsample": "upsample_nearest2d", "nearest-exact": "_upsample_nearest_exact2d",
-    "cat of pools": "max_pool",
-}  # fmt: skip
-
-
-def after_conv(op: Callable, n: int = 2) -> Callable[[], nn.Module]:
-    if isinstance(op, nn.Module):
-        return lambda: nn.Sequential(conv(n, padding=1), copy.deepcopy(op))
-    return lambda: Call(lambda m, x: op(m.a(x)), a=conv(n, padding=1))
-
-
-def int8_case(make: Callable, shape, runs: str, behind: str = "qconv", mapping=None) -> Case:
-    return Case(make, shape, "", f"{runs} {behind}", behind, mapping)
-
-
-ON_INTEGERS = {
-    **{name: int8_case(after_conv(op, n), SIZES[n], runs) for name, (op, n, runs) in POOLS.items()},
     **{
-        f"average, {name}": int8_case(after_conv(op, n), SIZES[n], "qconv ..." if runs == "..." else f"quantize*2 qconv {runs} sub")
-        for name, (op, n, runs) in AVERAGES.items()
+        f"average, {name}": (op, n, f"quantize*2 qconv sub {runs}" if runs else "qconv ...") for name, (op, n, runs) in {
+            "nn.AdaptiveAvgPool2d": (nn.AdaptiveAvgPool2d(1), 2, "mean"), "3x5": (nn.AdaptiveAvgPool2d((3, 5)), 2, "_adaptive_avg_pool2d"),
+            "F.adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (None, 4)), 2, "_adaptive_avg_pool2d"),
+            "nn.AdaptiveAvgPool1d": (nn.AdaptiveAvgPool1d(3), 1, "_adaptive_avg_pool2d"),
+            "nn.AdaptiveAvgPool3d": (nn.AdaptiveAvgPool3d(2), 3, "_adaptive_avg_pool3d"),
+            "mean": (lambda x: x.mean((2, 3), keepdim=True), 2, "mean"), "torch.mean": (lambda x: torch.mean(x, -1, True), 2, "mean"),
+            "nn.AvgPool2d": (nn.AvgPool2d(2), 2, ""), "padded": (nn.AvgPool2d(3, 2, 1), 2, ""), "nn.AvgPool1d": (nn.AvgPool1d(3, 2, 1), 1, ""),
+            "no padding counted": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 2, ""), "nn.AvgPool3d": (nn.AvgPool3d(2), 3, ""),
+            "ceil_mode": (nn.AvgPool2d(3, 2, ceil_mode=True), 2, ""), "divisor": (lambda x: F.avg_pool2d(x, 3, divisor_override=5), 2, ""),
+            "relu before": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 2, 1)), 2, ""),
+        }.items()
+    },
+}  # fmt: skip
+NEAREST = {
+    "F.interpolate": lambda x: F.interpolate(x, scale_factor=2), "by a float": lambda x: F.interpolate(x, scale_factor=2.0),
+    "by two": lambda x: F.interpolate(x, scale_factor=(2.0, 1.5)), "to a size": lambda x: F.interpolate(x, size=(7, 25)),
+    "to a square": lambda x: F.interpolate(x, size=14), "nn.Upsample": nn.Upsample(scale_factor=2),
+    "exact": lambda x: F.interpolate(x, size=(20, 17), mode="nearest-exact"),
+}  # fmt: skip
+MOVES = {  # of a convolution's result [2, 8, 12, 11]
+    "flatten": lambda x: x.flatten(1), "torch.flatten": lambda x: torch.flatten(x, 2), "nn.Flatten": nn.Flatten(),
+    "view of the batch": lambda x: x.view(x.size(0), -1), "reshape": lambda x: x.reshape(2, 4, 2, -1), "view": lambda x: x.view(2, 8, -1),
+    "permute": lambda x: x.permute(0, 2, 3, 1), "transpose": lambda x: x.transpose(1, 3), "swapaxes": lambda x: torch.swapaxes(x, 1, 2),
+    "mT": lambda x: x.mT, "T": lambda x: x.select(0, 1).select(0, 3).T, "movedim": lambda x: x.movedim(1, -1), "index": lambda x: x[:, 0],
+    "contiguous": lambda x: x.permute(0, 2, 3, 1).contiguous(), "slice": lambda x: x[:, 2:6], "slice, step": lambda x: x[..., ::2, 1::3],
+    "narrow": lambda x: x.narrow(1, 2, 4), "select": lambda x: x.select(1, 3), "chunk": lambda x: x.chunk(2, 1)[0],
+    "split": lambda x: torch.split(x, 3, 1)[2], "unbind": lambda x: x.unbind(1)[1], "cat": lambda x: torch.cat([x, x], 1),
+    "split and cat": lambda x: torch.cat(x.split([2, 6], 1)[::-1], 1), "chunk and shuffle": lambda x: torch.cat(torch.chunk(x, 4, dim=1)[::2], dim=1),
+    "cat of pools": lambda x: torch.cat((F.max_pool2d(x, 3, 1, 1), x), dim=1), "stack": lambda x: torch.stack([x, x], 1),
+    "unsqueeze": lambda x: x.unsqueeze(1).squeeze(1), "expand": lambda x: x.narrow(1, 0, 1).expand(2, 4, 12, 11), "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "flip": lambda x: x.flip(3), "roll": lambda x: torch.roll(x, 2, 2), "F.pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "nn.PixelShuffle": nn.PixelShuffle(2), "channel_shuffle": lambda x: F.channel_shuffle(x, 4), "dropout": nn.Dropout(0.5), "identity": nn.Identity(),
+    "clone": lambda x: x.clone(), "zero padding": lambda x: F.pad(x, (1, 2, 0, 1)), "nn.ZeroPad2d": nn.ZeroPad2d(1), "unfold": lambda x: x.unfold(2, 3, 3),
+    "reflect padding": lambda x: F.pad(x, (1, 1, 2, 2), mode="reflect"), "nn.Unflatten": nn.Unflatten(1, (2, 4)),
+}  # fmt: skip
+
+
+def int8_case(make: Callable, shape: Any, runs: str, behind: str = "qconv") -> Case:
+    return Case(make, shape, "", f"{runs} {behind}", behind)
+
+
+INTEGERS = {
+    **{name: int8_case(behind_layer(functools.partial(conv, n, padding=1), op), SIZES[n], runs) for name, (op, n, runs) in POOLS.items()},
+    **{
+        f"nearest, {name}": int8_case(behind_layer(conv, op), SIZES[2], f"quantize qconv {kernel}")  # on floats that hold the integers
+        for name, op in NEAREST.items()
+        for kernel in ["_upsample_nearest_exact2d" if name == "exact" else "upsample_nearest2d"]
     },
     **{
-        name: int8_case(after_conv(op), SIZES[2], f"quantize qconv {OF_FLOATS.get(name, '')}", "qlinear")
+        name: int8_case(behind_layer(functools.partial(conv, padding=1), op), SIZES[2], f"{MAX if 'pools' in name else 'quantize qconv'}", "qlinear")
         for name, op in MOVES.items()
     },
-    "cat of two convs": int8_case(
-        lambda: Call(lambda m, x: torch.cat((m.a(x), m.b(x)), 1), a=conv(), b=conv()), SIZES[2], "quantize qconv*2"
-    ),
-    "max pool of many": int8_case(after_conv(nn.MaxPool2d(3, 2, 1)), (1, 4, 112, 112), MAX),
-}
+    "cat of two": int8_case(lambda: Call(lambda m, x: torch.cat((m.a(x), m.b(x)), 1), a=conv(), b=conv()), SIZES[2], "quantize qconv*2"),
+    "max pool of many": int8_case(behind_layer(conv, nn.MaxPool2d(3, 2, 1)), (1, 4, 112, 112), MAX),
+}  # fmt: skip
 
 
-@table(ON_INTEGERS, outs=("int8",))
+@table(INTEGERS, outs=("int8",))
 def test_on_integers(case, out):
     assert_lowers(case, out)
 
 
-# Float in, int8 out; inputs that are shared; weights only
+# Float in, int8 out; inputs that are shared; other kinds of quantization
 
 
 def attention(m, x):
@@ -587,42 +550,48 @@ EMBEDDED = dbrq.default_qconfig_mapping().set_object_type(nn.Embedding, float_qp
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
 WEIGHT_ONLY = QConfigMapping().set_global(QConfig(PlaceholderObserver, default_per_channel_weight_observer))
 INDEX = functools.partial(torch.randint, 0, 40, (5, 7))
-FLOAT_TO_INT8 = {
-    name: int8_case(functools.partial(copy.deepcopy, op), (3, 7, 16), f"{runs} quantize", "qlinear")
-    for name, op, runs in (
-        ("layer_norm", nn.Sequential(nn.LayerNorm(16)), "native_layer_norm"),
-        ("softmax", Call(lambda m, x: torch.softmax(x, -1)), "_softmax"),
-        ("gelu", Call(lambda m, x: F.gelu(x)), "gelu"),
-        ("gelu of a strided value", Call(lambda m, x: F.gelu(x.transpose(0, 1))), "gelu"),
-    )
-}
-FLOAT_TO_INT8["three linears, one quantize"] = int8_case(
-    lambda: Call(lambda m, x: torch.cat([m.q(x).tanh(), m.k(x).relu(), m.v(x)], -1), **three()), (3, 7, 16), "quantize qlinear*3", "qlinear"
-)
+TO_INT8 = {
+    "layer_norm": int8_case(lambda: nn.Sequential(nn.LayerNorm(16)), (3, 7, 16), "native_layer_norm quantize", "qlinear"),
+    "softmax": int8_case(lambda: Call(lambda m, x: torch.softmax(x, -1)), (3, 7, 16), "_softmax quantize", "qlinear"),
+    "gelu": int8_case(lambda: Call(lambda m, x: F.gelu(x)), (3, 7, 16), "gelu quantize", "qlinear"),
+    "gelu, strided": int8_case(lambda: Call(lambda m, x: F.gelu(x.transpose(0, 1))), (3, 7, 16), "gelu quantize", "qlinear"),
+    "three linears": int8_case(lambda: Call(lambda m, x: torch.cat([m.q(x).tanh(), m.k(x).relu(), m.v(x)], -1), **three()), (3, 7, 16),
+                               "quantize qlinear*3", "qlinear"),
+}  # fmt: skip
 SHARED = {
-    "query, key and value": Case(
-        lambda: Call(attention, norm=nn.LayerNorm(16), **three()), (2, 3, 7, 16), "native_layer_norm quantize qlinear ...", behind="qlinear"
-    ),
-    "linears of several widths": Case(
-        lambda: Call(lambda m, x: (m.a(x), m.b(x), m.c(x)), **three(a=3, b=5, c=1)), (5, 16), "quantize qlinear", "quantize qlinear*4", "qlinear"
-    ),
-    "dynamic linear": Case(lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU()), (5, 16), "qlinear relu ...", "qlinear*2 relu ...", "qlinear", DYNAMIC),
-    "weight-only linear": Case(lambda: nn.Sequential(nn.Linear(16, 8)), (5, 16), "mm mul ...", "mm*2 mul*2 ...", "qlinear", WEIGHT_ONLY),
+    "query, key and value": Case(lambda: Call(attention, norm=nn.LayerNorm(16), **three()), (2, 3, 7, 16),
+                                 "native_layer_norm quantize qlinear ...", behind="qlinear"),
+    "several widths": Case(lambda: Call(lambda m, x: (m.a(x), m.b(x), m.c(x)), **three(a=3, b=5, c=1)), (5, 16),
+                           "quantize qlinear", "quantize qlinear*4", "qlinear"),
+    "a weight read in float": Case(lambda: Call(lambda m, x: m.a(x) * m.a.weight.abs().mean(), a=nn.Linear(16, 12)), (5, 16),
+                                   "quantize qlinear ...", "quantize*2 qlinear*2 ...", "qlinear"),
+    "dynamic": Case(lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU()), (5, 16), "qlinear relu ...", "qlinear*2 relu ...", "qlinear", DYNAMIC),
+    "weight-only": Case(lambda: nn.Sequential(nn.Linear(16, 8)), (5, 16), "mm mul ...", "mm*2 mul*2 ...", "qlinear", WEIGHT_ONLY),
     "embedding": Case(lambda: nn.Sequential(nn.Embedding(40, 16, padding_idx=2)), INDEX, "...", "quantize qlinear ...", "qlinear", EMBEDDED),
     **{
-        f"embedding_bag, {mode}": Case(
-            lambda mode=mode: nn.Sequential(nn.EmbeddingBag(40, 16, mode=mode)), INDEX, "...", "quantize qlinear ...", "qlinear", EMBEDDED
-        )
+        f"embedding_bag, {mode}": Case(lambda mode=mode: nn.Sequential(nn.EmbeddingBag(40, 16, mode=mode)), INDEX,
+                                       "...", "quantize qlinear ...", "qlinear", EMBEDDED)
         for mode in ("mean", "sum", "max")
     },
-}
+}  # fmt: skip
 
 
-@table(FLOAT_TO_INT8, outs=("int8",))
+@table(TO_INT8, outs=("int8",))
 def test_float_to_int8(case, out):
     assert_lowers(case, out)
 
 
 @table(SHARED)
-def test_shared_and_looked_up(case, out):
+def test_shared_inputs_and_other_kinds(case, out):
     assert_lowers(case, out)
+
+
+def test_the_profiler_sees_the_same_kernels():
+    case = SUMS["conv + relu, int8"]
+    model, x = made(case, "int8")
+    lowered = dbrq.lower(convert(model, x).quantized, x)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(lowered, x)
+    names = Counter(event.name.partition("::")[2] for event in seen.events())
+    assert counted("qconv qconv qconv_sum") == Counter({NAMES[n]: c for n, c in names.items() if n in INT8_KERNELS})
+    assert not {"relu", "relu_", "add_"} & set(names) and names["add"] == 1  # which quantizes

@@ -209,8 +209,6 @@ SIZE_DECISIONS = {
     "math.sqrt(n)": (lambda m, x: m.last(m.fc(x)) / math.sqrt(x.size(1)), seq(), seq(3), seq(2, 3)),
     "np.sqrt(n)": (lambda m, x: m.last(m.fc(x)) / float(np.sqrt(x.size(1))), seq(), seq(3), seq(2, 3)),
     "dict key": (lambda m, x: m.last(m.fc(x)) * {6: 2.0, 3: 3.0}[x.size(1)], seq(), seq(3), seq(2, 3)),
-    "text key": (lambda m, x: m.last(m.fc(x)) * {"6": 2.0, "3": 3.0}[f"{x.size(1)}"], seq(), seq(3), seq(2, 3)),
-    "str(n)": (lambda m, x: m.last(m.fc(x)) * len(str(x.size(1))), seq(), seq(3), seq(2, 12)),
     "n == m": (lambda m, x: m.last(m.fc(x)) * (2 if x.size(0) == x.size(1) else 1), seq(), seq(3), seq(3, 3)),
     "shape ==": (lambda m, x: m.last(m.fc(x)) * (2 if x.shape[1:] == (6, 8) else 3), seq(), seq(3), seq(2, 7)),
     "n in": (lambda m, x: m.last(m.fc(x)) * (2 if x.size(1) in (6, 7) else 3), seq(), seq(3), seq(2, 9)),
@@ -241,7 +239,6 @@ VALUE_DECISIONS = {
     "torch.equal": lambda m, x: m.last(m.fc(x)) * (2 if torch.equal(x, x.abs()) else 3),
     "is_nonzero": lambda m, x: m.last(m.fc(x)) * (2 if torch.is_nonzero((x > 0).any()) else 3),
     "index of a list": lambda m, x: m.last(m.fc(x)) * [3.0, 2.0][(x > 0).all().long()],
-    "text": lambda m, x: m.last(m.fc(x)) * {"1": 2.0, "0": 3.0}[f"{(x > 0).all().long().item()}"],
     "max of tensors": lambda m, x: m.last(m.fc(x)) * max(x.sum(), x.new_zeros(()) - 1),
 }
 VALUES = {
@@ -365,8 +362,8 @@ def test_an_alias_sees_what_is_written():
     assert_same(model(forward), seq(), seq(3, 4))
 
 
-def test_an_assignment_that_mixes_slices_and_tensors_says_what_to_do():
-    module = model(written(lambda y, x: y.__setitem__((torch.arange(2), slice(1, 3)), 0.0)))
+def test_an_assignment_to_new_axes_and_tensors_says_what_to_do():
+    module = model(written(lambda y, x: y.__setitem__((None, torch.arange(2)), 0.0)))
     with pytest.raises(RewriteError, match="two steps"):
         rewritten(module, seq())
 

@@ -290,20 +290,28 @@ def _moves(node: fx.Node) -> bool:
     return bool(readers) and all(is_quantize(r) and qparams_of(r) == qparams for r in readers)
 
 
+def _sizes(value: Any, n: int) -> list[Any]:
+    """One number, known or computed, per spatial dimension."""
+    return [value] * n if isinstance(value, fx.Node) else ints(value, n)
+
+
 def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     row, bound = bind(node)  # type: ignore[misc]
     qparams = qparams_of(_inputs_of(node)[0])
     if row.name.startswith("max_pool"):
         n = row.ndim
-        kernel = ints(bound[1], n)
-        stride = kernel if bound[2] is None or bound[2] == [] else ints(bound[2], n)
-        args = (bound[0].args[0], kernel, stride, ints(bound[3], n), ints(bound[4], n), bool(bound[5]))
+        kernel = _sizes(bound[1], n)
+        stride = kernel if bound[2] is None or bound[2] == [] else _sizes(bound[2], n)
+        args = (bound[0].args[0], kernel, stride, _sizes(bound[3], n), _sizes(bound[4], n), bool(bound[5]))
         new = lowering.call(node, script.max_pool, args, node, dtype=torch.uint8, qparams=qparams)
         words = "quantized.max_pool2d"
     elif row.name == "interpolate":
+        n = len(node.meta["shape"]) - 2
+        size = None if bound[1] is None else _sizes(bound[1], n)
+        factors = None if bound[2] is None else bound[2] if isinstance(bound[2], (list, tuple)) else [bound[2]] * n
         new = lowering.call(
-            node, script.nearest, (bound[0].args[0], *bound[1:3], bound[3]), node, dtype=torch.uint8, qparams=qparams
+            node, script.nearest, (bound[0].args[0], size, factors, bound[3]), node, dtype=torch.uint8, qparams=qparams
         )
         words = "integers"
     elif row.name == "pad" and bound[2] == "constant":
