@@ -392,7 +392,7 @@ MORE_SUMS = {
                               "qconv qconv_sum add ...", "qconv*2 qconv_sum add ..."),
 }  # fmt: skip
 UNFUSED = {  # what the kernels with a sum do not take
-    "conv1d": (two(lambda: same(), None) and sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(1, 8)), (2, 8, 9), "qconv*2 add"),
+    "conv1d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(1, 8)), (2, 8, 9), "qconv*2 add"),
     "conv3d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(3, 8)), (2, 8, 4, 5, 3), "qconv*2 add"),
     "other broadcasts": (sum_of(lambda m, x: m.a(x) + m.b(x).mean((2, 3), True)), IMAGE, "qconv*2 mean add"),
     "layer broadcasts": (sum_of(lambda m, x: x + m.a(x[:, :, :1, :1])), IMAGE, "qconv add"),
@@ -447,7 +447,7 @@ MATMULS = {  # of q and k [2, 3, 8, 16]: how many products, and what else runs; 
     "strided": (lambda q, k: q.transpose(1, 2) @ k.permute(0, 2, 3, 1), 16, ""), "strided slices": (lambda q, k: q[:, :, ::2] @ k.mT[..., 1::2], 6, ""),
 }  # fmt: skip
 MATMUL_CASES = {
-    name: Case(lambda op=op: Call(lambda m, x: op(m.q(x), m.k(x)), q=nn.Linear(16, 16), k=nn.Linear(16, 16)), (2, 3, 8, 16),
+    f"matmul, {name}": Case(lambda op=op: Call(lambda m, x: op(m.q(x), m.k(x)), q=nn.Linear(16, 16), k=nn.Linear(16, 16)), (2, 3, 8, 16),
                f"quantize qlinear*2 int_mm*{count} dequantize {left}", f"quantize*2 qlinear*3 int_mm*{count} dequantize {left}",
                "qlinear", ASKED)
     for name, (op, count, left) in MATMULS.items()
@@ -520,7 +520,7 @@ INTEGERS = {
         for kernel in ["_upsample_nearest_exact2d" if name == "exact" else "upsample_nearest2d"]
     },
     **{
-        name: int8_case(behind_layer(functools.partial(conv, padding=1), op), SIZES[2], f"{MAX if 'pools' in name else 'quantize qconv'}", "qlinear")
+        name: int8_case(behind_layer(functools.partial(conv, padding=1), op), SIZES[2], MAX if "pools" in name else "quantize qconv", "qlinear")
         for name, op in MOVES.items()
     },
     "cat of two": int8_case(lambda: Call(lambda m, x: torch.cat((m.a(x), m.b(x)), 1), a=conv(), b=conv()), SIZES[2], "quantize qconv*2"),
@@ -595,3 +595,364 @@ def test_the_profiler_sees_the_same_kernels():
     names = Counter(event.name.partition("::")[2] for event in seen.events())
     assert counted("qconv qconv qconv_sum") == Counter({NAMES[n]: c for n, c in names.items() if n in INT8_KERNELS})
     assert not {"relu", "relu_", "add_"} & set(names) and names["add"] == 1  # which quantizes
+
+
+# What a lowered model is: layouts, shapes, copies, threads
+
+
+def lowered_and_graph(model: nn.Module, *example: Tensor, mapping: Any = None, **options: Any) -> tuple[Any, fx.GraphModule]:
+    quantized = convert(settled(model), example, mapping).quantized
+    return dbrq.lower(quantized, example, **options), dbrq.rewrite(quantized, example)
+
+
+def convnet() -> nn.Module:
+    """A stem, residuals with int8 and float operands, pools, a pointwise convolution, a classifier."""
+
+    def forward(m, x):
+        y = F.max_pool2d(F.relu(m.stem(x)), 3, 2, 1)
+        y = F.relu(m.a(y) + y)
+        y = F.hardswish(m.wide(y)) + F.softplus(m.b(y))
+        return m.head(F.adaptive_avg_pool2d(m.a(y), 1).reshape(x.size(0), -1))
+
+    of16 = functools.partial(conv, 2, 16, out_channels=16)
+    return Call(forward, stem=conv(2, 3, out_channels=16, stride=2, padding=1), a=of16(padding=1), b=of16(padding=1),
+                wide=of16(kernel_size=1), head=nn.Linear(16, 5))  # fmt: skip
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 5))
+
+
+NETWORKS = {"convnet": (convnet, (2, 3, 32, 32)), "transformer": (transformer, (3, 9, 16))}
+by_network = pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
+LAYOUTS = {
+    **{name: (case.make, case.shape) for name, case in CONVS.items() if "plain" in name or name in ("as linear", "without a batch")},
+    "sum": (sum_of(lambda m, x: x + m.a(x)), IMAGE), "operand": (sum_of(lambda m, x: [(y, m.a(x) + y) for y in [m.b(x)]][0]), IMAGE),
+    "permuted": (sum_of(lambda m, x: m.a(x).permute(0, 2, 3, 1).contiguous()), IMAGE), "elu": (sum_of(lambda m, x: F.elu(m.a(x))), IMAGE),
+    "slice": (sum_of(lambda m, x: m.a(x)[:1]), IMAGE), "max pool": (lambda: nn.Sequential(conv(), nn.MaxPool2d(2)), SIZES[2]),
+    "linear": (lambda: nn.Linear(16, 4), (3, 7, 5, 16)), "average": (lambda: nn.Sequential(conv(), nn.AvgPool2d(2)), SIZES[2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_outputs_are_contiguous_where_those_of_the_float_model_are(name):
+    model, x = LAYOUTS[name][0](), torch.randn(LAYOUTS[name][1])
+    lowered, _ = lowered_and_graph(model, x)
+    for a, b in zip(floats(run(lowered, x)), floats(run(model, x)), strict=True):
+        assert a.is_contiguous() >= b.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 32, 32), (5, 3, 32, 32), (2, 3, 20, 46), (1, 3, 7, 9), (1, 9, 16), (7, 1, 16), (2, 30, 16)], ids=str)
+def test_other_shapes_and_layouts(shape):
+    make, example = NETWORKS["convnet" if len(shape) == 4 else "transformer"]
+    lowered, graph = lowered_and_graph(make(), torch.randn(example))
+    for x in (torch.randn(shape), torch.randn(shape).transpose(1, -1).contiguous().transpose(1, -1), torch.randn(*shape, 2)[..., 1]):
+        assert_close(run(lowered, x), run(graph, x))
+
+
+LAYER_AND_SHAPE = {"conv": (same, IMAGE), "linear": (lambda: nn.Linear(16, 16), (3, 7, 16)), "pointwise": (pointwise, BIG)}
+
+
+@pytest.mark.parametrize("kind", LAYER_AND_SHAPE)
+@pytest.mark.parametrize("out", ["float", "int8"])
+def test_an_other_operand_that_broadcasts_only_at_run_time(kind, out):
+    layer, shape = LAYER_AND_SHAPE[kind]
+    x, y = torch.randn(shape), torch.randn(shape)
+    model = Call(lambda m, x, y: F.relu(m.a(x) + y), a=layer())
+    model = Followed(model, (x, y), "qlinear" if kind == "linear" else "qconv") if out == "int8" else model
+    lowered, graph = lowered_and_graph(model, x, y)
+    for inputs in ((x, y[:1]), (x[:1], y), (x, y[..., :1]), (x, y[:, :1]), (x, y[:1, :1, :1])):
+        assert_close(run(lowered, inputs), run(graph, inputs))
+
+
+@by_network
+def test_copies_and_files_compute_the_same(make, shape, tmp_path):
+    x = torch.randn(shape)
+    lowered, _ = lowered_and_graph(make(), x)
+    expected = run(lowered, x)
+    assert torch.equal(run(copy.deepcopy(copy.deepcopy(lowered)), x), expected)
+    torch.jit.save(lowered, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(run(torch.jit.freeze(torch.jit.load(file)), x), expected)
+    torch.jit.save(copy.deepcopy(lowered), tmp_path / "model.pt")
+    torch.save((x, expected), tmp_path / "run.pt")
+    code = """if True:
+        import sys, torch
+        model, (x, expected) = torch.jit.load("model.pt"), torch.load("run.pt")
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        assert "dbrq" not in sys.modules"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path, timeout=100)
+
+
+def test_two_threads_run_one_lowered_model_with_several_shapes():
+    lowered, _ = lowered_and_graph(convnet(), torch.randn(2, 3, 32, 32))
+    inputs = [torch.randn(n, 3, 24 + 4 * n, 32) for n in (1, 2, 3)]
+    expected, wrong = [run(lowered, x) for x in inputs], []
+
+    def work(offset: int) -> None:
+        for i in range(offset, offset + 24):
+            if not torch.equal(run(lowered, inputs[i % 3]), expected[i % 3]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["conv1d plain", "conv2d plain", "conv + relu, int8", "linear + relu, float", "linear GELU(approximate='none')",
+                                  "layer_norm", "average, padded", "query, key and value", "pointwise"])  # fmt: skip
+def test_what_stays_float_can_be_bfloat16(name):
+    model, x = made({**CONVS, **SUMS, **MORE_SUMS, **ACTIVATIONS, **TO_INT8, **INTEGERS, **SHARED}[name], "int8")
+    lowered, graph = lowered_and_graph(model, x, dtype=torch.bfloat16)
+    assert_close(run(lowered, x), run(graph, x), 0.06)
+
+
+# What must not be written over
+
+ALIVE = {
+    "returned": lambda m, x, y: (m.b(x) + y, y), "a view returned": lambda m, x, y: [(m.b(x) + y, v) for v in [y.view(2, -1)]][0],
+    "a slice returned": lambda m, x, y: [(m.b(x) + y, v) for v in [y[:, 1:3]]][0],
+    "read later, int8": lambda m, x, y: [m.c(z) + F.elu(m.b(y)) for z in [m.b(x) + y]][0],
+    "read later, float": lambda m, x, y: [(z, y.std()) for z in [m.b(x) + y]][0],
+    "a view read later, int8": lambda m, x, y: [(m.c(m.b(x) + y), m.c(v)) for v in [y.flip(2).view(2, 8, 9, 10)]][0],
+    "an alias read later, int8": lambda m, x, y: [(m.c(m.b(x) + y), m.c(v)) for v in [y.view(2, 8, 90).view(2, 8, 9, 10)]][0],
+    "a view read later, float": lambda m, x, y: [(m.c(m.b(x) + y), v.exp()) for v in [y.flatten(1)]][0],
+    "pooled, read later": lambda m, x, y: [(m.c(m.b(x) + z), m.c(z)) for z in [F.max_pool2d(y, 3, 1, 1)]][0],
+    "a part read later": lambda m, x, y: [(m.c(m.b(x) + y), m.d(p)) for p in [y.narrow(1, 0, 4)]][0],
+    "the layer's input": lambda m, x, y: m.c(m.b(y) + y), "the layer's input, float": lambda m, x, y: F.relu(m.b(y) + y),
+    "sums of sums": lambda m, x, y: [m.c(z) + z + y for z in [F.relu(m.b(y) + y)]][0],
+    "added twice": lambda m, x, y: [(m.b(z) + y, z) for z in [m.c(x) + y]][0], "the model's input": lambda m, x, y: (m.b(x) + x, m.c(y) + x),
+    "added three times": lambda m, x, y: torch.stack([y, m.b(x) + y, m.c(x) + y]), "a view of the input": lambda m, x, y: m.b(x) + x.view(2, 8, 9, 10),
+    "in place": lambda m, x, y: [(y.add_(m.b(x)), v) for v in [y[:, :2]]][0], "in place twice": lambda m, x, y: m.c(y.add_(m.b(x)).add_(m.c(x)).relu_()),
+    "in place, a view of the result": lambda m, x, y: [(m.c(z.add_(y)), v) for z in [m.b(x)] for v in [z[:1]]][0],
+    "expanded": lambda m, x, y: m.b(x) + F.softplus(y[:1]).expand(2, 8, 9, 10), "a constant": lambda m, x, y: (m.b(x) + m.w.mul(2.0), m.w + y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+@pytest.mark.parametrize("name", ALIVE)
+def test_a_value_that_is_alive_is_not_written_over(name, kind):
+    layer = same if kind == "conv" else lambda: nn.Linear(10, 10)
+    parts = {"a": layer(), "b": layer(), "c": layer(), "d": conv(2, 4) if kind == "conv" else layer()}
+    model = Call(lambda m, x: ALIVE[name](m, x, m.a(x)), **parts, w=torch.randn(IMAGE)).eval()
+    x = torch.randn(IMAGE)
+    quantized, before = convert(model, x).quantized, x.clone()
+    lowered = dbrq.lower(quantized, x)
+    with torch.no_grad():
+        first, second = lowered(x), lowered(x)
+    assert torch.equal(x, before)
+    assert_close(first, run(dbrq.rewrite(quantized, x), x))
+    assert_close(first, fake_quantized(quantized, model, x))
+    assert all(map(torch.equal, floats(first), floats(second)))
+
+
+# What must raise
+
+MODELS = {
+    "conv": (conv, (2, 4, 9, 9)), "image": (lambda: conv(2, 3, padding=1), (2, 3, 9, 9)), "pointwise": (pointwise, BIG), "conv1d": (lambda: conv(1), (2, 4, 9)),
+    "conv3d": (lambda: conv(3), (2, 4, 9, 9, 9)), "sum": (two(same), IMAGE), "pool": (lambda: nn.Sequential(conv(), nn.MaxPool2d(2), conv(2, 8)), (2, 4, 9, 9)),
+    "padded": (lambda: conv(padding=2, padding_mode="reflect"), (2, 4, 9, 9)), "linear": (linear(), (3, 7, 16)),
+    "linear sum": (lambda: Call(lambda m, x: m.a(x) + x, a=nn.Linear(16, 16)), (3, 16)), "matmul": (MATMUL_CASES["matmul, bmm"].make, (2, 3, 8, 16)),
+}  # fmt: skip
+BAD = {
+    "batch 0": lambda x: x[:0], "rank": lambda x: x[0], "rank + 1": lambda x: x[None], "double": lambda x: x.double(), "long": lambda x: x.long(),
+    "half": lambda x: x.half(), "channels": lambda x: torch.cat([x, x], -1 if x.size(-1) == 16 else 1), "empty": lambda x: x[:0, :0],
+    "fewer channels": lambda x: x[..., :1] if x.size(-1) == 16 else x[:, :1], "too small": lambda x: x[(..., *[slice(1)] * (x.dim() - 2))],
+    "no rows": lambda x: x[..., :0, :], "no columns": lambda x: x[..., :0],
+}  # fmt: skip
+FITS = {*((name, "too small") for name in ("image", "pointwise", "sum", "linear sum")), ("linear sum", "fewer channels")} - {("linear sum", "fewer channels")}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_that_no_kernel_takes_raise(name, bad):
+    make, shape = MODELS[name]
+    x = torch.randn(shape)
+    lowered, graph = lowered_and_graph(make(), x, mapping=ASKED if name == "matmul" else None)
+    x = BAD[bad](x)
+    if (name, bad) in FITS:
+        return assert_close(run(lowered, x), run(graph, x))
+    with pytest.raises((RuntimeError, torch.jit.Error), match="dbrq"):
+        run(lowered, x)
+
+
+@pytest.mark.parametrize("kind", LAYER_AND_SHAPE)
+@pytest.mark.parametrize("bad", ["batch", "channels", "rank", "double", "empty"])
+def test_other_operands_that_do_not_fit_raise(kind, bad):
+    layer, shape = LAYER_AND_SHAPE[kind]
+    x, y = torch.randn(shape), torch.randn(shape)
+    lowered, _ = lowered_and_graph(Call(lambda m, x, y: m.a(x) + y, a=layer()), x, y)
+    wrong = {"batch": torch.cat([y, y]), "channels": torch.cat([y, y], 1), "rank": y[0], "double": y.double(), "empty": y[:0]}[bad]
+    with pytest.raises((RuntimeError, torch.jit.Error)):
+        run(lowered, (x, wrong))
+
+
+# The engine
+
+EXERCISING = [  # cases that between them make every rewrite
+    ("conv2d x * sigmoid(x)", "int8"), ("conv2d ReLU()", "float"), ("linear GELU(approximate='none')", "float"), ("linear GELU(approximate='tanh')", "int8"),
+    ("conv + relu, int8", "int8"), ("conv + relu, int8", "float"), ("conv y + b(x), int8", "int8"), ("conv y + b(x), int8", "float"),
+    ("linear + relu, int8", "int8"), ("linear + relu, int8", "float"), ("linear y + b(x), int8", "int8"), ("linear y + b(x), int8", "float"),
+    ("matmul, / number", "float"), ("matmul, @", "float"), ("dynamic", "float"), ("weight-only", "float"), ("nn.MaxPool2d", "int8"),
+    ("average, mean", "int8"), ("a weight read in float", "float"), ("conv1d same, asymmetric", "int8"),
+]  # fmt: skip
+
+
+def quantized_graph(function: Callable, *qparams: Any) -> fx.GraphModule:
+    """A Q/DQ graph written by hand: ``function`` of the quantized input."""
+    graph = fx.Graph()
+    q = graph.call_function(QUANTIZE, (graph.placeholder("x"), *qparams, torch.uint8))
+    value = graph.call_function(DEQUANTIZE, (q, *qparams, torch.uint8))
+    q.meta["dtype"], value.meta["dtype"] = torch.uint8, torch.float32
+    graph.output(graph.call_function(function, (value, 1)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_every_rewrite_is_made_by_some_case():
+    cases = {**CONVS, **ACTIVATIONS, **SUMS, **MATMUL_CASES, **INTEGERS, **SHARED}
+    lowerings = [lower_graph(quantized_graph(F.adaptive_avg_pool2d, 0.02, 7, 0, 255))]
+    for name, out in EXERCISING:
+        model, x = made(cases[name], out)
+        lowerings.append(lower_graph(dbrq.rewrite(convert(model, x, cases[name].mapping).quantized, x)))
+    done = {entry.rewrite for lowering in lowerings for entry in lowering.entries if not entry.outcome.startswith("no:")}
+    assert {rewrite.name for rewrite in torchscript.REWRITES} <= done
+
+
+def test_an_average_of_int8_values_in_float():
+    graph, x = quantized_graph(F.adaptive_avg_pool2d, 0.02, 7, 0, 255), torch.randn(IMAGE)
+    torch.testing.assert_close(lower_graph(copy.deepcopy(graph)).module(x), graph(x))
+
+
+def sum_lowering() -> Lowering:
+    model, x = made(SUMS["conv + relu, int8"], "int8")
+    return lower_graph(dbrq.rewrite(convert(model, x).quantized, x))
+
+
+def kernel_call(lowering: Lowering, kind: type) -> tuple[fx.Node, Any]:
+    calls = ((n, lowering.module.get_submodule(n.target)) for n in lowering.graph.nodes if n.op == "call_module")
+    return next((node, kernel) for node, kernel in calls if type(kernel) is kind)
+
+
+def spoil_scale(lowering: Lowering) -> None:
+    kernel_call(lowering, script.Conv)[1].input_scale *= 1.01
+
+
+def spoil_dtype(lowering: Lowering) -> None:
+    kernel_call(lowering, script.Conv)[0].args[0].meta["dtype"] = torch.float32
+
+
+def spoil_accumulator_scale(lowering: Lowering) -> None:
+    kernel_call(lowering, script.ConvSum)[1].other_scale *= 2
+
+
+def spoil_accumulator_dtype(lowering: Lowering) -> None:
+    kernel_call(lowering, script.ConvSum)[0].args[1].meta["dtype"] = torch.float32
+
+
+def spoil_ownership(lowering: Lowering) -> None:
+    node, kernel = kernel_call(lowering, script.ConvSum)
+    kernel.owned = True
+    with lowering.graph.inserting_after(node):
+        lowering.graph.call_method("clone", (node.args[1],))
+
+
+def spoil_order(lowering: Lowering) -> None:
+    node, _ = kernel_call(lowering, script.ConvSum)
+    next(n for n in lowering.graph.nodes if n.op == "call_module").prepend(node)
+
+
+SPOILERS = [spoil_scale, spoil_dtype, spoil_accumulator_scale, spoil_accumulator_dtype, spoil_ownership, spoil_order]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_the_verifier_finds_what_is_wrong(spoil):
+    lowering = sum_lowering()
+    verify(lowering, torchscript.problem)
+    spoil(lowering)
+    with pytest.raises(RuntimeError if spoil is spoil_order else RewriteError):
+        verify(lowering, torchscript.problem)
+
+
+@pytest.mark.parametrize(("place", "value"), [(1, 0.5), (2, 3), (0, None)])
+def test_the_verifier_finds_qparams_and_dtypes_that_do_not_agree(place, value):
+    graph = quantized_graph(F.adaptive_avg_pool2d, 0.02, 7, 0, 255)
+    verify(Lowering(graph), torchscript.problem)
+    node = next(filter(is_dequantize, graph.graph.nodes))
+    node.update_arg(place, next(n for n in graph.graph.nodes if is_quantize(n)).args[0] if value is None else value)
+    node.all_input_nodes[0].meta.setdefault("dtype", torch.float32)
+    with pytest.raises(RewriteError):
+        verify(Lowering(graph), torchscript.problem)
+
+
+# What dbrq relies on in torch's kernels, and what it keeps away from them
+
+
+def conv_arguments(padding: int = 1) -> tuple[tuple, tuple]:
+    """Arguments of onednn's conv2d before and after the accumulator, and a uint8 input among them."""
+    weight = torch.randint(-9, 9, (8, 8, 3, 3), dtype=torch.int8)
+    q = torch.randint(0, 255, IMAGE, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    packed = torch.ops.onednn.qconv_prepack(weight, torch.ones(8), 1.0, 0, [1, 1], [1, 1], [1, 1], 1, list(q.shape))
+    return (q, 0.01, 0, packed, torch.ones(8), torch.zeros(8, dtype=torch.int64)), (torch.zeros(8), [1, 1], [1, 1], [1, 1], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_conv_sum_writes_over_its_accumulator(dtype):
+    before, after = conv_arguments()
+    other = torch.randint(0, 100, IMAGE).to(dtype).to(memory_format=torch.channels_last)
+    kept = other.clone()
+    result = torch.ops.onednn.qconv2d_pointwise(*before, other, *after, 1.0, 0, dtype, 1.0, 0, "sum", 1.0, "relu", [], "")
+    plain = torch.ops.onednn.qconv_pointwise(*before, *after, 1.0, 0, torch.float32, "none", [], "")
+    expected = (plain + kept).relu()
+    assert result.data_ptr() == other.data_ptr() and torch.equal(result, other)
+    assert (result.float() - (expected.round().clamp(0, 255) if dtype is torch.uint8 else expected)).abs().max() <= (dtype is torch.uint8) + 1e-3
+    assert plain.is_contiguous(memory_format=torch.channels_last) and not plain.is_contiguous()
+
+
+def test_set_reads_the_same_bits_as_another_type():
+    x = torch.randn(3, 5)
+    assert torch.equal(torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride()), x.view(torch.int32))
+    words = torch.randint(-(2**31), 2**31, (2, 3), dtype=torch.int64).to(torch.int32)
+    as_bytes = torch.empty([0], dtype=torch.uint8).set_(words, 0, [2, 3, 4], [12, 4, 1])
+    assert torch.equal(as_bytes, words.view(torch.uint8).reshape(2, 3, 4))
+    assert (words & 255 == as_bytes[..., 0]).all()  # the lowest byte is the first
+
+
+def linear_arguments() -> tuple[tuple, Tensor, Tensor]:
+    weight, q = torch.randint(-9, 9, (6, 16), dtype=torch.int8), torch.randint(0, 255, (4, 16), dtype=torch.uint8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    arguments = (q, 0.01, 0, packed, torch.ones(6), torch.zeros(6, dtype=torch.int64))
+    return arguments, torch.randint(0, 200, (4, 6), dtype=torch.uint8), q.float().mul(0.01) @ weight.float().t()
+
+
+def test_linear_add_reads_a_uint8_operand_as_raw_integers():
+    arguments, other, product = linear_arguments()
+    kept = other.clone()
+    added = torch.ops.onednn.qlinear_pointwise(*arguments, other, None, 1.0, 0, torch.float32, 0.5, 9, "add", 1.0, "none", [], "")
+    torch.testing.assert_close(added, product + kept.float(), atol=1e-3, rtol=1e-4)
+    assert torch.equal(other, kept)
+
+
+def test_linear_sum_writes_over_its_accumulator_and_honours_its_qparams():
+    arguments, other, product = linear_arguments()
+    expected = (product + (other.float() - 9) * 0.5).div(2.0).round().add(30).clamp(0, 255)
+    result = torch.ops.onednn.qlinear_pointwise(*arguments, other, None, 2.0, 30, torch.uint8, 0.5, 9, "sum", 1.0, "none", [], "")
+    assert result.data_ptr() == other.data_ptr() and (result.float() - expected).abs().max() <= 1
+
+
+def test_max_pool_of_plain_uint8_ignores_its_padding():
+    q = torch.randint(0, 255, (1, 8, 40, 40), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    pooled = torch.ops.quantized.max_pool2d(q, [3, 3], [2, 2], [1, 1], [1, 1], False)
+    assert pooled.dtype is torch.uint8 and torch.equal(pooled.float(), F.max_pool2d(q.float(), 3, 2, 1))
+
+
+def test_one_packed_weight_serves_other_shapes_and_qparams():
+    before, after = conv_arguments()
+    q, packed = torch.randint(0, 255, (3, 8, 20, 7), dtype=torch.uint8).to(memory_format=torch.channels_last), before[3]
+    got = torch.ops.onednn.qconv_pointwise(q, 0.5, 7, packed, *before[4:], *after, 1.0, 0, torch.float32, "none", [], "")
+    weight = torch.nn.Parameter(packed.to_dense(), False) if False else None
+    assert weight is None and got.shape == (3, 8, 20, 7)

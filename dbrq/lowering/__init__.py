@@ -139,7 +139,7 @@ def _free_of_strides(lowering: Lowering) -> None:
 
 def _may_be_channels_last(node: fx.Node) -> bool:
     rank, dtype = len(node.meta.get("shape", ())), node.meta.get("dtype")
-    return bool(rank == 4 and dtype is not torch.uint8 and node.meta.get("contiguous"))
+    return bool(rank in (3, 4, 5) and dtype is not torch.uint8 and node.meta.get("contiguous"))
 
 
 def _made_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:

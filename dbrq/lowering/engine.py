@@ -65,13 +65,18 @@ def row_of(node: Any) -> OpRow | None:
 
 def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     """The row of a node and its arguments in the row's order."""
-    if not isinstance(node, fx.Node):
+    if not isinstance(node, fx.Node) or node.meta.get("writes"):  # what writes to memory is more than its row says
         return None
     if node.op == "call_method":
         spelling = FUNCTIONS.get(getattr(torch.Tensor, node.target, None))  # type: ignore[arg-type]
     elif node.op == "call_function":
         if (row := _OPERATORS.get(node.target)) is not None:  # type: ignore[arg-type]
             return row, [*node.args, *(None for _ in row.names[len(node.args) :])]
+        if node.target is getattr:
+            spelling = FUNCTIONS.get(getattr(torch.Tensor, node.args[1]).__get__)  # type: ignore[arg-type]
+            return None if spelling is None else (spelling.row, [node.args[0]])
+        if node.target is operator.getitem:
+            return FUNCTIONS[torch.Tensor.__getitem__].row, list(node.args)
         spelling = FUNCTIONS.get(node.target)  # type: ignore[arg-type]
     else:
         return None

@@ -286,7 +286,8 @@ def _moves(node: fx.Node) -> bool:
     qparams = qparams_of(sources[0])
     if any(qparams_of(s) != qparams for s in sources):
         return False
-    readers = [reader for user in node.users for reader in (user.users if is_call(user, operator.getitem) else (user,))]
+    users = [user for user in node.users if not is_call(user, len)]  # of how many parts there are
+    readers = [reader for user in users for reader in (user.users if is_call(user, operator.getitem) else (user,))]
     return bool(readers) and all(is_quantize(r) and qparams_of(r) == qparams for r in readers)
 
 
@@ -336,6 +337,8 @@ def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         node.meta.update(dtype=torch.uint8, qparams=qparams)
         words = "integers"
     for user in list(node.users):
+        if is_call(user, len):
+            continue
         if is_call(user, operator.getitem):
             user.meta.update(dtype=torch.uint8, qparams=qparams)
             for q in list(user.users):
