@@ -129,8 +129,8 @@ class GraphRun(RunCall):
             return result
         if torch.is_autocast_enabled("cpu"):
             raise RewriteError(
-                "forward runs under autocast, whose casts a graph does not have", path=self.recorder.path, got=user_line(),
-                hint="cast in the model's code, or lower with dtype=torch.bfloat16",
+                "forward runs under autocast, whose casts a graph does not have", path=self.recorder.path,
+                got=user_line(), hint="cast in the model's code, or lower with dtype=torch.bfloat16",
             )  # fmt: skip
         if name in _ARITHMETIC and args and not has_tensor(args, kwargs):
             args = (self.recorder.call(torch.tensor, args[:1], {}), *args[1:])
@@ -424,7 +424,8 @@ class GraphRun(RunCall):
 
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "sqrt", "abs",
-                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le", "ge"})  # fmt: skip
+                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le",
+                         "ge"})  # fmt: skip
 
 
 def has_tensor(args: tuple, kwargs: dict) -> bool:

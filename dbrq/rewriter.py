@@ -80,7 +80,7 @@ def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[st
     return recording
 
 
-#: A graph differs from its model by values that are rounded otherwise, which deep random networks amplify; not by more (dB).
+#: In dB. A graph differs from its model by values that are rounded otherwise, which deep random networks amplify.
 _AGREEMENT = 5.0
 
 
@@ -99,11 +99,12 @@ def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kw
     expected, got = (torch.cat([torch.zeros(1), *leaves]) for leaves in outputs)
     if expected.shape == got.shape and not torch.isfinite(expected).all():
         return
-    if expected.shape != got.shape or sqnr(expected, got) < _AGREEMENT and expected.norm() > 0:
+    if expected.shape != got.shape or (expected.norm() > 0 and sqnr(expected, got) < _AGREEMENT):
         raise RewriteError(
-            "the graph does not give what the model gives for the example", path="", expected=f"{_AGREEMENT} dB or more",
+            "the graph does not give what the model gives for the example", path="",
+            expected=f"{_AGREEMENT} dB or more",
             got="another shape" if expected.shape != got.shape else f"{sqnr(expected, got):.1f} dB",
-            hint="the model does something that a graph does not follow; keep using the converted model, and please report it",
+            hint="the model does something that a graph does not follow: keep the converted model, and please report it",
         )  # fmt: skip
 
 

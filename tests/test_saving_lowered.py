@@ -21,7 +21,8 @@ from dbrq.errors import LoadError, QuantizationError
 def lowered():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, 5),
     ).eval()  # fmt: skip
     x = torch.randn(2, 3, 12, 12)
     return dbrq.lower(dbrq.quantize(model, [x]), x), x

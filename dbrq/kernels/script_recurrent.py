@@ -3,7 +3,7 @@
 They take plain batches, no ``PackedSequence``.
 """
 
-# ruff: noqa: UP006, UP035, UP007, UP045 (TorchScript reads these annotations)
+# ruff: noqa: RUF012, SIM113, UP006, UP035, UP045 (TorchScript reads this code)
 
 from collections.abc import Mapping
 from typing import Optional, Tuple
@@ -34,8 +34,12 @@ def recurrent(module: nn.Module, names: Mapping[str, Optional[str]], levels: int
         levels: 255, or 127 for 7 bits.
     """
     linears = {name: linear_of(module, name, bias, levels) for name, bias in names.items()}
-    kind = _LSTM if isinstance(module, (nn.LSTM, nn.LSTMCell)) else _GRU if isinstance(module, (nn.GRU, nn.GRUCell)) else (
-        _RELU if module.nonlinearity == "relu" else _TANH)  # fmt: skip
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        kind = _LSTM
+    elif isinstance(module, (nn.GRU, nn.GRUCell)):
+        kind = _GRU
+    else:
+        kind = _RELU if module.nonlinearity == "relu" else _TANH
     if isinstance(module, nn.RNNCellBase):
         return RecurrentCell(_Step(kind, linears["weight_hh"], None), linears["weight_ih"], module.hidden_size)
     assert isinstance(module, nn.RNNBase)
