@@ -77,6 +77,7 @@ class GraphRecorder:
         root: a tree of modules that holds the graph's tensors under the paths they had in the model.
         path: path of the module that runs.
         modules: submodules that the graph calls, by path.
+        decisions: what the graph asserts, in words; ``value_decisions`` of them read elements of tensors.
     """
 
     def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[tuple[str, int], set]) -> None:
@@ -90,6 +91,7 @@ class GraphRecorder:
         self._written: set[int] = set()  # memory that inputs were written to
         self._executing = 0
         self.value_decisions = 0
+        self.decisions: list[str] = []
         self._scalars: dict[tuple, Any] = {}
         self._decided: set[tuple] = set()
         self._read: Counter[str] = Counter()
@@ -427,6 +429,7 @@ class GraphRecorder:
             condition = self.graph.call_function(operator.eq, (node, value))
             self._describe(condition)
         place = f"module {self.path or '<root>'}, {user_line()}"
+        self.decisions.append(f"{what} was {value} ({place})")
         message = (
             f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from "
             f"({place})"
@@ -502,7 +505,8 @@ class _OutOfSight(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # it is no call of the user's code
+            result = func(*args, **(kwargs or {}))
         self.recorder.out_of_sight(func, (args, kwargs), result)
         return result
 

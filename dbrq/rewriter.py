@@ -47,7 +47,7 @@ def rewrite(
     Returns:
         A GraphModule that computes what ``quantized`` does, in ``quantized_decomposed`` ops; ``torch.jit.script`` takes
         it. Sizes that the code computed from tensors stay free. A number that the code decided on (a size in an ``if``,
-        ``.item()`` in a loop bound) is asserted: another one raises.
+        ``.item()`` in a loop bound) is asserted: another one raises; ``graph.meta["decisions"]`` lists them.
 
     Raises:
         RewriteError: one graph cannot stand for the model, for the reason and the line that it names.
@@ -166,6 +166,7 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> 
     remove_dead(recorder.graph)
     recorder.graph.lint()
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
+    graph.meta["decisions"] = tuple(recorder.decisions)
     return Recording(graph.eval(), inputs.example, recorder.value_decisions)
 
 

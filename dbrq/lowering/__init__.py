@@ -68,7 +68,8 @@ def lower(
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, recording.inputs)
     if verbose or VERBOSE:
-        print(lowering, file=sys.stderr)
+        asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
+        print(lowering, *asserted, sep="\n", file=sys.stderr)
     scripted = _scripted(lowering, quantized)
     written = any(node.meta.get("writes") for node in lowering.module.graph.nodes)
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
@@ -120,8 +121,12 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     return lowering
 
 
+#: Functions that see how a value lies in memory.
+_SEE_STRIDES = frozenset({"as_strided", "stride", "as_strided_"})
+
+
 def _free_of_strides(lowering: Lowering) -> None:
-    """Kernels write channels_last, and the model's code saw contiguous values: no op may depend on it."""
+    """Kernels write channels_last, and parts of merged layers are views: nobody may notice who saw contiguous values."""
     graph = lowering.graph
     writes = any(node.meta.get("writes") for node in graph.nodes)
     for node in list(graph.nodes):
@@ -129,17 +134,18 @@ def _free_of_strides(lowering: Lowering) -> None:
             node.target = "reshape"
         if node.op == "call_method" and node.target == "view_as" and not writes:
             node.target = "reshape_as"
-        if writes and node.op == "call_module" and _may_be_channels_last(node):  # a view of it may be written to
+        if writes and node.op == "call_module" and _was_contiguous(node):  # a view of it may be written to
             _made_contiguous(graph, node, list(node.users))
-        if node.op == "output":
-            for returned in node.all_input_nodes:
-                if returned.op != "placeholder" and _may_be_channels_last(returned):
-                    _made_contiguous(graph, returned, [node])
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op == "output" or name in _SEE_STRIDES:
+            for read in node.all_input_nodes:
+                if read.op != "placeholder" and _was_contiguous(read):
+                    _made_contiguous(graph, read, [node])
 
 
-def _may_be_channels_last(node: fx.Node) -> bool:
+def _was_contiguous(node: fx.Node) -> bool:
     rank, dtype = len(node.meta.get("shape", ())), node.meta.get("dtype")
-    return bool(rank in (3, 4, 5) and dtype is not torch.uint8 and node.meta.get("contiguous"))
+    return bool(rank > 1 and dtype is not torch.uint8 and node.meta.get("contiguous"))
 
 
 def _made_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:

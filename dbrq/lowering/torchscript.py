@@ -127,8 +127,8 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _other(head: fx.Node, add: fx.Node) -> Any:
-    left, right = add.args[0], add.args[1] if len(add.args) > 1 else add.kwargs.get("other")
-    return right if left is head else left
+    _, bound = bind(add)  # type: ignore[misc]
+    return bound[1] if bound[0] is head else bound[0]
 
 
 def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -466,19 +466,25 @@ def _dequantize_input(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 def _is_silu(node: fx.Node) -> bool:
     """``x * sigmoid(x)``."""
+    return _gated(node) is not None
+
+
+def _gated(node: fx.Node) -> fx.Node | None:
+    """The ``x`` of ``x * sigmoid(x)``, where nothing else reads the sigmoid."""
     found = bind(node)
     if found is None or found[0].name != "mul":
-        return False
+        return None
     for x, gate in (found[1][:2], found[1][1::-1]):
         inner = bind(gate)
         if inner is not None and inner[0].name == "sigmoid" and inner[1][0] is x and len(gate.users) == 1:
-            return len(x.users) == 2
-    return False
+            return x if len(x.users) == 2 else None
+    return None
 
 
 def _silu(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    x = next(a for a in node.args[:2] if row_of(a) is None or row_of(a).name != "sigmoid")  # type: ignore[union-attr]
+    x = _gated(node)
+    assert x is not None
     lowering.replace(node, lowering.call(node, torch.nn.functional.silu, (x,), node))
     return "silu"
 
