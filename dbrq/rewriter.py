@@ -104,7 +104,7 @@ def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kw
             "the graph does not give what the model gives for the example", path="",
             expected=f"{_AGREEMENT} dB or more",
             got="another shape" if expected.shape != got.shape else f"{sqnr(expected, got):.1f} dB",
-            hint="the model does something that a graph does not follow: keep the converted model, and please report it",
+            hint="the model does what no graph follows: keep using the converted model, and please report it",
         )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ SPELLINGS = {
     "F.silu(inplace)": ("silu", lambda x: F.silu(x, inplace=True)),
     "x * sigmoid(x)": ("silu", lambda x: x * torch.sigmoid(x)), "sigmoid(x) * x": ("silu", lambda x: x.sigmoid() * x),
     "torch.mul, keywords": ("silu", lambda x: torch.mul(input=x, other=x.sigmoid())),
-    "sigmoid(x) * sigmoid(sigmoid(x))": ("sigmoid sigmoid mul", lambda x: let(x.sigmoid(), lambda y: y * y.sigmoid())),
+    "sigmoid(x) * sigmoid(sigmoid(x))": ("sigmoid silu", lambda x: let(x.sigmoid(), lambda y: y * y.sigmoid())),
     "x.mul(sigmoid(x))": ("silu", lambda x: x.mul(F.sigmoid(x))), "F.gelu": ("gelu", F.gelu),
     "F.gelu(tanh)": ("gelu", lambda x: F.gelu(x, approximate="tanh")), "torch.tanh_": ("tanh", torch.tanh_),
     "x.tanh": ("tanh", lambda x: x.tanh()), "F.leaky_relu": ("leaky_relu", F.leaky_relu),
