@@ -7,6 +7,7 @@ one run, and nothing else may, unless it says "..."; moves do not count; "dequan
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -880,6 +881,15 @@ def test_other_operands_that_do_not_fit_raise(kind, bad):
              "double": y.double(), "empty": y[:0]}[bad]  # fmt: skip
     with pytest.raises((RuntimeError, torch.jit.Error)):
         run(lowered, (x, wrong))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_dynamic_quantization_does_not_hide_what_is_not_finite(bad):
+    x = torch.randn(3, 16)
+    lowered, _ = lowered_and_graph(nn.Sequential(nn.Linear(16, 5)), x, mapping=DYNAMIC)
+    x[0, 0] = bad
+    with contextlib.suppress(RuntimeError):  # to raise would do as well
+        assert not run(lowered, x)[0].isfinite().any()
 
 
 # The engine

@@ -126,7 +126,7 @@ _SEE_STRIDES = frozenset({"as_strided", "stride", "as_strided_"})
 
 
 def _free_of_strides(lowering: Lowering) -> None:
-    """Kernels write channels_last, and parts of merged layers are views: nobody who saw contiguous values may notice."""
+    """Kernels write channels_last, parts of merged layers are views: who saw contiguous values must not notice."""
     graph = lowering.graph
     writes = any(node.meta.get("writes") for node in graph.nodes)
     for node in list(graph.nodes):

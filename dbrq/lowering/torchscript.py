@@ -453,14 +453,6 @@ def _dequantize_weight(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return "dequantize"
 
 
-def _dequantize_input(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    """Dynamic quantization of what no kernel takes."""
-    (node,) = nodes
-    q = node.args[0]
-    lowering.replace(node, q.args[0])  # type: ignore[union-attr]
-    return "float"
-
-
 # Spellings
 
 
