@@ -261,7 +261,7 @@ class RunCall(TorchFunctionMode):
 
     def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         row = intercepted.row
-        if row is None or self.frame is None or row.role is Role.PASS:
+        if row is None or self.frame is None or row.role in (Role.PASS, Role.FLOAT):
             if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
             with _disabled():

@@ -106,7 +106,7 @@ class GraphRun(RunCall):
         row = intercepted.row
         if row is not None and row.role is Role.PASS:
             return args[0] if args else next(iter(kwargs.values()))
-        if row is None or self.frame is None or self._plain:
+        if row is None or self.frame is None or self._plain or row.role is Role.FLOAT:
             return self._opaque(intercepted, args, kwargs)
         hook = self.frame.next(row, intercepted.path)
         with self._at(intercepted.path, hook.op.path):

@@ -888,7 +888,7 @@ def test_dynamic_quantization_does_not_hide_what_is_not_finite(bad):
     x = torch.randn(3, 16)
     lowered, _ = lowered_and_graph(nn.Sequential(nn.Linear(16, 5)), x, mapping=DYNAMIC)
     x[0, 0] = bad
-    with contextlib.suppress(RuntimeError):  # to raise would do as well
+    with contextlib.suppress(RuntimeError, torch.jit.Error):  # to raise would do as well
         assert not run(lowered, x)[0].isfinite().any()
 
 

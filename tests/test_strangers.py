@@ -196,3 +196,10 @@ def test_a_leaf_whose_bias_is_parametrized():
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     nn.utils.parametrize.register_parametrization(model[0], "bias", Doubled())
     assert sqnr(run(model.eval(), Z), run(quantized(model, Z), Z)) > 25
+
+
+def test_a_root_that_stays_float():
+    model, x = nn.ConvTranspose2d(4, 8, 3).eval(), torch.randn(1, 4, 5, 5)
+    quantized = dbrq.quantize(model, [x])
+    torch.testing.assert_close(quantized(x), model(x))
+    torch.testing.assert_close(dbrq.lower(quantized, x)(x), model(x))

@@ -561,7 +561,10 @@ class DynamicLinear(Linear):
         arguments: List[Optional[number]] = []
         dtype = torch.float32 if self.kind == 1 else torch.bfloat16
         low, high = torch.aminmax(x)
-        bottom, top = min(low.item(), 0.0), max(high.item(), 0.0)
+        lowest, highest = float(low.item()), float(high.item())
+        finite = lowest > -3.5e38 and highest < 3.5e38  # false for NaN, which min and max would swallow
+        assert finite, "dbrq: a dynamically quantized activation has NaN or infinity"
+        bottom, top = min(lowest, 0.0), max(highest, 0.0)
         scale = max((top - bottom) / self.levels, 1e-12)
         zero_point = int(min(float(self.levels), max(0.0, float(round(-bottom / scale)))))
         q = torch.mul(x, 1.0 / scale).round_().add_(zero_point).clamp_(0, self.levels).to(torch.uint8)
