@@ -1,10 +1,8 @@
 """Recording an FX graph from a run on real tensors: nodes, which tensor each one made, and the tensors the graph holds.
 
 ``GraphRecorder`` executes every call it records, so it always has real values; sizes and other numbers read from
-tensors come back
-as traced numbers (symbols.py). A TorchDispatchMode below it sees whatever else touches a traced tensor: a value made
-behind the
-recorder's back would be frozen into the graph, so using one is an error.
+tensors come back as traced numbers (symbols.py). A TorchDispatchMode below it sees whatever else touches a traced
+tensor: a value made behind the recorder's back would be frozen into the graph, so using one is an error.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from .tensors import Int8Weight, plain
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
+CHOOSE_QPARAMS = torch.ops.quantized_decomposed.choose_qparams
 DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
@@ -157,12 +156,7 @@ class GraphRecorder:
         if held is not None and held is not tensor:
             name = self._fresh(name)
         if name not in self._attributes:
-            *path, last = name.split(".")
-            module = self.root
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
+            module, last = self._owner(name)
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(last, nn.Parameter(tensor.detach(), requires_grad=False))
             else:
@@ -172,6 +166,16 @@ class GraphRecorder:
         node = self.graph.create_node("get_attr", name, name=_identifier(name))
         node.meta.update(dtype=tensor.dtype, shape=tuple(tensor.shape))
         return node
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds what is called ``name``, made if it is not there, and the last part of the name."""
+        *path, last = name.split(".")
+        module = self.root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        return module, last
 
     def _fresh(self, name: str) -> str:
         number = 0
@@ -277,12 +281,7 @@ class GraphRecorder:
         """Record a call of a submodule that the graph holds at ``path``, and run it."""
         if path not in self.modules:
             self.modules[path] = module
-            *parents, last = path.split(".")
-            owner = self.root
-            for name in parents:
-                if name not in owner._modules:
-                    owner.add_module(name, nn.Module())
-                owner = owner._modules[name]  # type: ignore[assignment]
+            owner, last = self._owner(path)
             owner.add_module(last, module)
         node = self.graph.create_node("call_module", path, self._argument(args), name=_identifier(path))
         self._describe(node)

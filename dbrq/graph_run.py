@@ -22,7 +22,7 @@ from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
-from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder
+from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
@@ -43,8 +43,7 @@ class GraphRun(RunCall):
     """Records one run of a converted model.
 
     Override ``RunCall``'s ways in: ``_leaf`` for leaf modules, ``__torch_function__`` for functions, ``_opaque`` for
-    what is
-    not looked into.
+    what is not looked into.
     """
 
     def __init__(self, token: ModelToken, recorder: GraphRecorder) -> None:
@@ -280,8 +279,7 @@ class GraphRun(RunCall):
     def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
         """Quantized with qparams of its own values."""
         top = 127 if hook.reduce_range else 255
-        choose = torch.ops.quantized_decomposed.choose_qparams
-        scale, zero_point = self.recorder.call(choose, (x, 0, top, 1e-12, torch.uint8), {})
+        scale, zero_point = self.recorder.call(CHOOSE_QPARAMS, (x, 0, top, 1e-12, torch.uint8), {})
         constants = (scale, zero_point, 0, top, torch.uint8)
         q = self.recorder.call(QUANTIZE, (x, *constants), {})
         return self.recorder.call(DEQUANTIZE, (q, *constants), {})
@@ -300,8 +298,10 @@ class GraphRun(RunCall):
                 )  # fmt: skip
         elif slot is not None and adds and hook.reads:
             other = self._read(hook, bound[1 - slot], 0)
-            slot = None if other is None else slot
-            bound[1 - slot if slot is not None else 1] = bound[1] if other is None else other
+            if other is None:
+                slot = None
+            else:
+                bound[1 - slot] = other
         result = bound[0] if hook.row.role is Role.NORM else run_float(hook.row, bound)
         if slot is not None:
             known = self.recorder.known(result)

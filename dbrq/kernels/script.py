@@ -1,33 +1,29 @@
 """The kernels as modules that TorchScript takes: what a lowered graph calls.
 
 Shapes, ranks and element types are checked before a kernel sees them, here as in eager mode: some of these ops
-corrupt memory when
-misused. Weights are kept as int8 and packed when the module is made, loaded or copied, for the input shape of the
-example.
-The same code runs in Python, where it is slower.
+corrupt memory when misused. Weights are kept as int8 and packed when the module is made, loaded or copied, for the
+input shape of the example. The same code runs in Python, where it is slower.
 """
 
 # ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from . import _PAD_BY_HAND_BELOW, NO_POST_OP, PostOp, QParams
-
-_ROUND = 12582912.0  # see kernels.quantize
+from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams
 
 
 def _bits(x: Tensor) -> Tensor:
     """int32 whose low 8 bits are those of a float32 tensor of shifted levels.
 
     ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the
-    number
-    itself serves, since ``_ROUND`` is a multiple of 256.
+    number itself serves, since ``_ROUND`` is a multiple of 256.
     """
     if x.is_contiguous():
         return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())
@@ -195,6 +191,16 @@ class _Kernel(nn.Module):
         new.packed = new.pack()
         return new
 
+    @torch.jit.export
+    def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
+        return self.weight, self.scale, self.bias, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
+        self.weight, self.scale, self.bias, self.training = state
+        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
+        self.packed = self.pack()
+
     def _bias_with_zero_point(self) -> None:
         """Without padding the input's zero point adds a constant per output channel."""
         sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
@@ -235,10 +241,7 @@ class Conv(_Kernel):
         self.stride, self.dilation, self.groups = tuple(stride), tuple(dilation), groups
         self.channels, self.kernel = weight.shape[1] * groups, tuple(weight.shape[2:])
         self.padding, self.hand_padding = tuple(padding), tuple([0] * self.ndim)
-        count = 1
-        for size in shape:
-            count *= size
-        if input.zero_point and any(padding) and count <= _PAD_BY_HAND_BELOW:
+        if input.zero_point and any(padding) and math.prod(shape) <= _PAD_BY_HAND_BELOW:
             self.padding, self.hand_padding = self.hand_padding, self.padding
         self.fill = self.input_zero_point
         if input.zero_point and not any(self.padding):
@@ -311,16 +314,6 @@ class Conv(_Kernel):
             dtype, self.post_op, arguments, self.algorithm,
         )  # fmt: skip
         return result if self.top == 255 else result.clamp_(0, self.top)
-
-    @torch.jit.export
-    def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
-        return self.weight, self.scale, self.bias, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
-        self.weight, self.scale, self.bias, self.training = state
-        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
-        self.packed = self.pack()
 
 
 class ConvSum(Conv):
@@ -417,16 +410,6 @@ class Linear(_Kernel):
         if self.top != 255:
             result = result.clamp_(0, self.top)
         return result if q.dim() > 1 else result.squeeze(0)
-
-    @torch.jit.export
-    def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
-        return self.weight, self.scale, self.bias, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
-        self.weight, self.scale, self.bias, self.training = state
-        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
-        self.packed = self.pack()
 
 
 class PointwiseConv(Linear):

@@ -39,9 +39,8 @@ def lower(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these shapes;
-        other shapes run,
-            other image sizes perhaps slower.
+        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these
+            shapes; other shapes run, other image sizes perhaps slower.
         backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
         dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
         verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.

@@ -150,23 +150,18 @@ class Lowering:
     def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
         """Apply each rewrite to the whole graph, in order."""
         for rewrite in rewrites:
-            refused: set[fx.Node] = set()
             for node in list(self.graph.nodes):
-                if node.graph is not self.graph or node._erased or (nodes := rewrite.match(node)) is None:
+                if node._erased or (nodes := rewrite.match(node)) is None:
                     continue
                 head = nodes[0]
                 reason = rewrite.guard(self, nodes)
                 if reason:
-                    if head not in refused:
-                        self.note(rewrite.name, head, f"no: {reason}")
-                    refused.add(head)
+                    self.note(rewrite.name, head, f"no: {reason}")
                     continue
-                name, op = head.name, head.meta.get("op")
-                ops = [n.meta.get("op") for n in nodes]
+                op, *ops = (n.meta.get("op") for n in nodes)
                 kernel = rewrite.replace(self, nodes)
-                self.entries.append(Entry(rewrite.name, name, op or "", kernel))
-                log.info("%s: %s -> %s", rewrite.name, name, kernel)
-                for behind in ops[1:]:
+                self.note(rewrite.name, head, kernel)
+                for behind in ops:
                     if behind is not None and behind != op and behind not in self.kernels:
                         self.kernels[behind] = f"fused into {op}"
                 if op is not None:
@@ -300,7 +295,3 @@ def verify(lowering: Lowering, kernels: Callable[[Lowering, fx.Node], str]) -> N
 def _wrong_dtype(node: Any, expected: tuple[torch.dtype, ...]) -> str:
     dtype = node.meta.get("dtype") if isinstance(node, fx.Node) else None
     return "" if dtype in (None, *expected) else f"it reads {dtype}"
-
-
-__all__ = ["DEBUG", "Lowering", "Rewrite", "bind", "fold_constants", "is_call", "is_dequantize", "is_quantize",
-           "is_weight", "only_user", "operator", "qparams_of", "row_of", "sizes_of_integers", "verify"]  # fmt: skip
