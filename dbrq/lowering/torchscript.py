@@ -300,42 +300,30 @@ def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     row, bound = bind(node)  # type: ignore[misc]
     qparams = qparams_of(_inputs_of(node)[0])
+    source, words = _inputs_of(node)[0].args[0], "integers"
+    target: Callable | None = None
     if row.name.startswith("max_pool"):
         n = row.ndim
         kernel = _sizes(bound[1], n)
         stride = kernel if bound[2] is None or bound[2] == [] else _sizes(bound[2], n)
-        args = (bound[0].args[0], kernel, stride, _sizes(bound[3], n), _sizes(bound[4], n), bool(bound[5]))
-        new = lowering.call(node, script.max_pool, args, node, dtype=torch.uint8, qparams=qparams)
-        words = "quantized.max_pool2d"
+        rest = (kernel, stride, _sizes(bound[3], n), _sizes(bound[4], n), bool(bound[5]))
+        target, words = script.max_pool, "quantized.max_pool2d"
     elif row.name == "interpolate":
         n = len(node.meta["shape"]) - 2
         size = None if bound[1] is None else _sizes(bound[1], n)
         factors = None if bound[2] is None else bound[2] if isinstance(bound[2], (list, tuple)) else [bound[2]] * n
-        new = lowering.call(
-            node, script.nearest, (bound[0].args[0], size, factors, bound[3]), node, dtype=torch.uint8, qparams=qparams
-        )
-        words = "integers"
+        target, rest = script.nearest, (size, factors, bound[3])
     elif row.name == "pad" and bound[2] == "constant":
-        new = lowering.call(
-            node, script.pad, (bound[0].args[0], bound[1], qparams.zero_point), node, dtype=torch.uint8, qparams=qparams
-        )
-        words = "integers"
+        target, rest = script.pad, (bound[1], qparams.zero_point)
     elif row.name == "pad":
-        new = lowering.call(
-            node,
-            script.pad_mode,
-            (bound[0].args[0], list(bound[1]), bound[2]),
-            node,
-            dtype=torch.uint8,
-            qparams=qparams,
-        )
-        words = "integers"
+        target, rest = script.pad_mode, (list(bound[1]), bound[2])
+    if target is not None:
+        new = lowering.call(node, target, (source, *rest), node, dtype=torch.uint8, qparams=qparams)
     else:
         new = node
-        for source in _inputs_of(node):
-            node.replace_input_with(source, source.args[0])
+        for before in _inputs_of(node):
+            node.replace_input_with(before, before.args[0])
         node.meta.update(dtype=torch.uint8, qparams=qparams)
-        words = "integers"
     for user in list(node.users):
         if is_call(user, len):
             continue
