@@ -269,7 +269,7 @@ class GraphRecorder:
 
     def execute(self, function: Callable, args: Sequence[Any], kwargs: dict) -> Any:
         """Run ``function`` on the plain values, without recording."""
-        args, kwargs = _walk(lambda leaf: plain(untraced(leaf)), (tuple(args), dict(kwargs)))
+        args, kwargs = walk(lambda leaf: plain(untraced(leaf)), (tuple(args), dict(kwargs)))
         self._executing += 1
         try:
             with torch._C.DisableTorchFunction():
@@ -299,7 +299,7 @@ class GraphRecorder:
     def _is_static(self, function: Callable, arguments: Sequence[Any]) -> bool:
         if _RANDOM.search(getattr(function, "__name__", "")):
             return False
-        for leaf in _leaves(arguments):
+        for leaf in leaves(arguments):
             if isinstance(leaf, Traced):
                 return False
             if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight) and self.depends(leaf):
@@ -318,7 +318,7 @@ class GraphRecorder:
                 return leaf.item()
             return leaf
 
-        return _walk(one, value)
+        return walk(one, value)
 
     def _bind_result(self, result: Any, node: fx.Node, static: bool, given: list, name: str) -> Any:
         if isinstance(result, Tensor):
@@ -533,21 +533,21 @@ def _identifier(name: str) -> str:
     return f"_{name}" if name[:1].isdigit() else name
 
 
-def _walk(fn: Callable[[Any], Any], value: Any) -> Any:
+def walk(fn: Callable[[Any], Any], value: Any) -> Any:
     """``tree_map`` for arguments of ops: also into slices, and ``torch.Size`` becomes a list."""
     if isinstance(value, slice):
-        return slice(*(_walk(fn, v) for v in (value.start, value.stop, value.step)))
+        return slice(*(walk(fn, v) for v in (value.start, value.stop, value.step)))
     if isinstance(value, torch.Size):
-        return [_walk(fn, v) for v in value]
+        return [walk(fn, v) for v in value]
     if isinstance(value, (list, tuple)):
-        items = [_walk(fn, v) for v in value]
+        items = [walk(fn, v) for v in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {k: _walk(fn, v) for k, v in value.items()}
+        return {k: walk(fn, v) for k, v in value.items()}
     return fn(value)
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     found: list[Any] = []
-    _walk(found.append, value)
+    walk(found.append, value)
     return found

@@ -321,7 +321,24 @@ _PASS = [
     OpRow("to", Role.PASS, methods=("to", "float", "type_as")),
 ]  # fmt: skip
 
-TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS)
+#: Ops that always compute in float; their rows serve backends with float kernels.
+_FLOAT = [
+    OpRow("layer_norm", Role.FLOAT, "input normalized_shape weight=None bias=None eps=1e-5", (F.layer_norm,)),
+    *(
+        OpRow(name, Role.FLOAT, "input dim=None dtype=None", (getattr(torch, name),), (name,),
+              variants={getattr(F, name): "input dim=None _stacklevel=3 dtype=None"})
+        for name in ("softmax", "log_softmax")
+    ),
+    OpRow("scaled_dot_product_attention", Role.FLOAT,
+          "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+          (F.scaled_dot_product_attention,)),
+    *(
+        OpRow(name, Role.FLOAT, functions=(getattr(torch, name),), methods=(name,))
+        for name in ("abs", "square", "exp", "sqrt", "round")
+    ),
+]  # fmt: skip
+
+TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS, *_FLOAT)
 #: Stands for every op that has no row.
 OTHER = OpRow("other", Role.FLOAT)
 _BY_NAME = {row.name: row for row in (*TABLE, OTHER)}

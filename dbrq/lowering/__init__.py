@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import sys
@@ -16,14 +17,15 @@ from torch.fx.graph import CodeGen
 
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
-from ..report import report, rows_as_json
-from ..rewriter import record
-from . import torchscript
+from ..graph_io import RestoringCodeGen
+from ..report import ReportRow, report, rows_as_json
+from ..rewriter import Recording, record
+from . import shared, torchscript
 from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, fold_constants, sizes_of_integers, verify
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
-BACKENDS = ("torchscript",)
+BACKENDS = ("torchscript", "onednn")
 
 
 def lower(
@@ -63,6 +65,8 @@ def lower(
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
     recording = record(quantized, example_inputs, example_kwargs)
+    if backend == "onednn":
+        return _on_onednn(recording, quantized, dtype, verbose)
     lowering = lower_graph(recording.graph, dtype)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, recording.inputs)
@@ -77,6 +81,23 @@ def lower(
         if name in kept:
             tensor.copy_(kept[name])
     return scripted
+
+
+def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
+    from .onednn import OneDNNModel
+
+    codegen = recording.graph.graph._codegen
+    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
+    model = OneDNNModel(recording.graph, returned, dtype, "").eval()
+    model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
+    if verbose or VERBOSE:
+        print(model.lowering, file=sys.stderr)
+    written = {name: tensor.clone() for name, tensor in model.named_buffers()} if model.mutable else {}
+    model(*copy.deepcopy(recording.inputs))
+    for name, tensor in model.named_buffers():
+        if name in written:
+            tensor.copy_(written[name])
+    return model
 
 
 def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
@@ -111,48 +132,13 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
     torchscript.merge_linears(lowering)
-    torchscript.add_masks_once(lowering)
+    shared.add_masks_once(lowering)
     torchscript.own_accumulators(lowering)
-    _free_of_strides(lowering)
+    shared.free_of_strides(lowering)
     remove_dead(lowering.graph)
     check(lowering)
     lowering.module = _rebuilt(lowering)
     return lowering
-
-
-#: Functions that see how a value lies in memory.
-_SEE_STRIDES = frozenset({"as_strided", "stride", "as_strided_"})
-
-
-def _free_of_strides(lowering: Lowering) -> None:
-    """Kernels write channels_last, parts of merged layers are views: who saw contiguous values must not notice."""
-    graph = lowering.graph
-    writes = any(node.meta.get("writes") for node in graph.nodes)
-    for node in list(graph.nodes):
-        if node.op == "call_method" and node.target == "view" and not writes:
-            node.target = "reshape"
-        if node.op == "call_method" and node.target == "view_as" and not writes:
-            node.target = "reshape_as"
-        if writes and node.op == "call_module" and _was_contiguous(node):  # a view of it may be written to
-            _made_contiguous(graph, node, list(node.users))
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op == "output" or name in _SEE_STRIDES:
-            for read in node.all_input_nodes:
-                if read.op != "placeholder" and _was_contiguous(read):
-                    _made_contiguous(graph, read, [node])
-
-
-def _was_contiguous(node: fx.Node) -> bool:
-    rank, dtype = len(node.meta.get("shape", ())), node.meta.get("dtype")
-    return bool(rank > 1 and dtype is not torch.uint8 and node.meta.get("contiguous"))
-
-
-def _made_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
-    with graph.inserting_after(node):
-        contiguous = graph.call_method("contiguous", (node,))
-    contiguous.meta = dict(node.meta)
-    for reader in readers:
-        reader.replace_input_with(node, contiguous)
 
 
 def _rebuilt(lowering: Lowering) -> fx.GraphModule:
@@ -173,17 +159,20 @@ def _rebuilt(lowering: Lowering) -> fx.GraphModule:
     return fx.GraphModule(held, lowering.graph, class_name=type(lowering.module).__name__).eval()
 
 
+def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
+    """The converted model's report with the kernels that run now."""
+    return [
+        row if row.precision == "float" else dataclasses.replace(row, kernel=lowering.kernels.get(row.path, row.kernel))
+        for row in report(quantized).rows
+    ]
+
+
 def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:
     from .. import __version__
 
     module = lowering.module
     module.dbrq_version = __version__  # type: ignore[assignment]
-    rows = [
-        row if row.precision == "float" else type(row)(row.path, row.op, row.precision, row.reason,
-                                                       lowering.kernels.get(row.path, row.kernel), row.macs)
-        for row in report(quantized).rows
-    ]  # fmt: skip
-    module.dbrq_report = json.dumps(rows_as_json(rows))  # type: ignore[assignment]
+    module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)

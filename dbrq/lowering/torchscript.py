@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from ..graph import DEQUANTIZE
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
 from ..mappings import Role
 from .engine import (
@@ -26,11 +24,22 @@ from .engine import (
     bind,
     is_call,
     is_dequantize,
-    is_dynamic,
     is_quantize,
     is_weight,
     qparams_of,
     row_of,
+)
+from .shared import (
+    DEQUANTIZE_WEIGHT,
+    DYNAMIC_LINEAR,
+    MOVES,
+    SILU,
+    WEIGHT_ONLY_LINEAR,
+    fine,
+    inputs_of,
+    is_activation,
+    named,
+    on,
 )
 
 # What nodes may be
@@ -53,19 +62,6 @@ def _computes(*ndims: int) -> Predicate:
     return fits
 
 
-def _named(*names: str) -> Predicate:
-    def fits(node: fx.Node) -> bool:
-        row = row_of(node)
-        return row is not None and row.name in names
-
-    return fits
-
-
-def _activation(node: fx.Node) -> bool:
-    row = row_of(node)
-    return row is not None and row.role is Role.ACTIVATION
-
-
 def _post_op(node: fx.Node) -> PostOp | None:
     found = bind(node)
     assert found is not None
@@ -73,14 +69,10 @@ def _post_op(node: fx.Node) -> PostOp | None:
     return None if row.post_op is None else row.post_op(bound)
 
 
-_ADD, _RELU = _named("add"), _named("relu")
+_ADD, _RELU = named("add"), named("relu")
 _CONV, _LINEAR = _computes(1, 2, 3), _computes(0)
 
 # Convolutions and linear layers
-
-
-def _fine(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    return ""
 
 
 def _takes_post_op(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -138,7 +130,7 @@ def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     source = bound[0]
     out = qparams_of(last) if is_quantize(last) else None
     add = next((n for n in nodes[1:] if _ADD(n)), None)
-    behind = next((n for n in nodes[1:] if _activation(n)), None)
+    behind = next((n for n in nodes[1:] if is_activation(n)), None)
     post_op = NO_POST_OP if behind is None else _post_op(behind)
     weight = {
         "weight": lowering.tensor(bound[1].args[0]), "scale": lowering.tensor(bound[1].args[1]),
@@ -180,10 +172,10 @@ def _compute_rewrites() -> list[Rewrite]:
         ("_add_quantize", [_ADD, is_quantize], _takes_sum),
         ("_add_relu", [_ADD, _RELU], _takes_sum),
         ("_add", [_ADD], _takes_sum),
-        ("_activation_quantize", [_activation, is_quantize], _takes_post_op),
-        ("_activation", [_activation], _takes_post_op),
-        ("_quantize", [is_quantize], _fine),
-        ("", [], _fine),
+        ("_activation_quantize", [is_activation, is_quantize], _takes_post_op),
+        ("is_activation", [is_activation], _takes_post_op),
+        ("_quantize", [is_quantize], fine),
+        ("", [], fine),
     ]
     return [
         Rewrite(name + suffix, [head, *steps], guard, _fuse)
@@ -193,46 +185,6 @@ def _compute_rewrites() -> list[Rewrite]:
 
 
 # Linear layers with other activations
-
-
-def _is_dynamic_linear(node: fx.Node) -> bool:
-    found = bind(node)
-    if found is None or found[0].name != "linear" or not is_weight(found[1][1]):
-        return False
-    return is_call(found[1][0], DEQUANTIZE) and is_dynamic(found[1][0])
-
-
-def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    (node,) = nodes
-    _, bound = bind(node)  # type: ignore[misc]
-    q = bound[0].args[0]
-    choose = q.args[1].args[0]
-    kernel = script.DynamicLinear(
-        lowering.tensor(bound[1].args[0]), lowering.tensor(bound[1].args[1]),
-        None if bound[2] is None else lowering.tensor(bound[2]), QParams(1.0, 0), None, dtype=lowering.dtype,
-        levels=choose.args[2],
-    )  # fmt: skip
-    path = lowering.hold(node.meta.get("op") or node.name, kernel)
-    lowering.replace(node, lowering.call(node, path, (q.args[0],), node, dtype=lowering.dtype))
-    return "onednn.qlinear_pointwise (dynamic)"
-
-
-def _is_weight_only_linear(node: fx.Node) -> bool:
-    found = bind(node)
-    return (
-        found is not None
-        and found[0].name == "linear"
-        and is_weight(found[1][1])
-        and not is_call(found[1][0], DEQUANTIZE)
-    )
-
-
-def _weight_only_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    (node,) = nodes
-    _, bound = bind(node)  # type: ignore[misc]
-    args = (bound[0], bound[1].args[0], bound[1].args[1], bound[2])
-    lowering.replace(node, lowering.call(node, script.weight_only_linear, args, node))
-    return "int8 weights, float activations"
 
 
 # Matmuls
@@ -267,88 +219,17 @@ def _divides_by_number(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 # On integers
 
 
-def _inputs_of(node: fx.Node) -> list[fx.Node]:
-    found = bind(node)
-    assert found is not None
-    return list(found[1][0]) if found[0].name in ("cat", "stack") else [found[1][0]]
-
-
-def _moves(node: fx.Node) -> bool:
-    """An op that moves or chooses elements of int8 values, all of one scale, and is quantized right after to the
-    same.
-    """
-    row = row_of(node)
-    if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
-        return False
-    sources = _inputs_of(node)
-    if not all(map(is_dequantize, sources)):
-        return False
-    qparams = qparams_of(sources[0])
-    if any(qparams_of(s) != qparams for s in sources):
-        return False
-    users = [user for user in node.users if not is_call(user, len)]  # of how many parts there are
-    readers = [reader for user in users for reader in (user.users if is_call(user, operator.getitem) else (user,))]
-    return bool(readers) and all(is_quantize(r) and qparams_of(r) == qparams for r in readers)
-
-
-def _sizes(value: Any, n: int) -> list[Any]:
-    """One number, known or computed, per spatial dimension."""
-    return [value] * n if isinstance(value, fx.Node) else ints(value, n)
-
-
-def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    (node,) = nodes
-    row, bound = bind(node)  # type: ignore[misc]
-    qparams = qparams_of(_inputs_of(node)[0])
-    source, words = _inputs_of(node)[0].args[0], "integers"
-    target: Callable | None = None
-    if row.name.startswith("max_pool"):
-        n = row.ndim
-        kernel = _sizes(bound[1], n)
-        stride = kernel if bound[2] is None or bound[2] == [] else _sizes(bound[2], n)
-        rest = (kernel, stride, _sizes(bound[3], n), _sizes(bound[4], n), bool(bound[5]))
-        target, words = script.max_pool, "quantized.max_pool2d"
-    elif row.name == "interpolate":
-        n = len(node.meta["shape"]) - 2
-        size = None if bound[1] is None else _sizes(bound[1], n)
-        factors = None if bound[2] is None else bound[2] if isinstance(bound[2], (list, tuple)) else [bound[2]] * n
-        target, rest = script.nearest, (size, factors, bound[3])
-    elif row.name == "pad" and bound[2] == "constant":
-        target, rest = script.pad, (bound[1], qparams.zero_point)
-    elif row.name == "pad":
-        target, rest = script.pad_mode, (list(bound[1]), bound[2])
-    if target is not None:
-        new = lowering.call(node, target, (source, *rest), node, dtype=torch.uint8, qparams=qparams)
-    else:
-        new = node
-        for before in _inputs_of(node):
-            node.replace_input_with(before, before.args[0])
-        node.meta.update(dtype=torch.uint8, qparams=qparams)
-    for user in list(node.users):
-        if is_call(user, len):
-            continue
-        if is_call(user, operator.getitem):
-            user.meta.update(dtype=torch.uint8, qparams=qparams)
-            for q in list(user.users):
-                lowering.replace(q, user)
-        else:
-            lowering.replace(user, new)
-    if new is not node:
-        lowering.erase(node)
-    return words
-
-
 def _averages(node: fx.Node) -> bool:
     row = row_of(node)
-    if row is None or row.role is not Role.POOL or not is_dequantize(_inputs_of(node)[0]):
+    if row is None or row.role is not Role.POOL or not is_dequantize(inputs_of(node)[0]):
         return False
     # Padding counts as real zeros, which shifting afterwards would not give.
-    return row.name.startswith(("adaptive", "mean")) or not qparams_of(_inputs_of(node)[0]).zero_point
+    return row.name.startswith(("adaptive", "mean")) or not qparams_of(inputs_of(node)[0]).zero_point
 
 
 def _average_to_int8(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     node, last = nodes
-    source = _inputs_of(node)[0]
+    source = inputs_of(node)[0]
     old, new = qparams_of(source), qparams_of(last)
     levels = lowering.call(node, script.levels, (source.args[0],), source, dtype=torch.float32)
     node.replace_input_with(source, levels)
@@ -361,7 +242,7 @@ def _average_to_int8(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def _average_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """Averaging is linear: shift and scale the few results rather than the many inputs."""
     (node,) = nodes
-    source = _inputs_of(node)[0]
+    source = inputs_of(node)[0]
     qparams = qparams_of(source)
     levels = lowering.call(node, script.levels, (source.args[0],), source, dtype=torch.float32)
     node.replace_input_with(source, levels)
@@ -435,59 +316,24 @@ def _dequantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return "dequantize"
 
 
-def _dequantize_weight(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    (node,) = nodes
-    lowering.replace(node, lowering.call(node, script.dequantize_weight, node.args[:2], node))
-    return "dequantize"
-
-
 # Spellings
-
-
-def _is_silu(node: fx.Node) -> bool:
-    """``x * sigmoid(x)``."""
-    return _gated(node) is not None
-
-
-def _gated(node: fx.Node) -> fx.Node | None:
-    """The ``x`` of ``x * sigmoid(x)``, where nothing else reads the sigmoid."""
-    found = bind(node)
-    if found is None or found[0].name != "mul":
-        return None
-    for x, gate in (found[1][:2], found[1][1::-1]):
-        inner = bind(gate)
-        if inner is not None and inner[0].name == "sigmoid" and inner[1][0] is x and len(gate.users) == 1:
-            return x if len(x.users) == 2 else None
-    return None
-
-
-def _silu(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    (node,) = nodes
-    x = _gated(node)
-    assert x is not None
-    lowering.replace(node, lowering.call(node, torch.nn.functional.silu, (x,), node))
-    return "silu"
-
-
-def _on(name: str, predicate: Predicate, replace: Callable, guard: Callable = _fine) -> Rewrite:
-    return Rewrite(name, [predicate], guard, replace)
 
 
 #: In order: spellings, integers, matmuls, convolutions and linear layers, and what is left between float and int8.
 REWRITES: list[Rewrite] = [
-    _on("silu", _is_silu, _silu),
-    _on("moves", _moves, _moves_integers),
-    Rewrite("matmul_div", [_is_int8_matmul, _named("div")], _divides_by_number, _int8_matmul),
-    _on("matmul", _is_int8_matmul, _int8_matmul),
+    SILU,
+    MOVES,
+    Rewrite("matmul_div", [_is_int8_matmul, named("div")], _divides_by_number, _int8_matmul),
+    on("matmul", _is_int8_matmul, _int8_matmul),
     *_compute_rewrites(),
-    _on("dynamic_linear", _is_dynamic_linear, _dynamic_linear),
-    _on("weight_only_linear", _is_weight_only_linear, _weight_only_linear),
-    Rewrite("average_quantize", [_averages, is_quantize], _fine, _average_to_int8),
-    _on("average", _averages, _average_integers),
-    _on("requantize", _requantizes, _requantize),
-    _on("quantize", is_quantize, _quantize),
-    _on("dequantize", is_dequantize, _dequantize),
-    _on("dequantize_weight", is_weight, _dequantize_weight),
+    DYNAMIC_LINEAR,
+    WEIGHT_ONLY_LINEAR,
+    Rewrite("average_quantize", [_averages, is_quantize], fine, _average_to_int8),
+    on("average", _averages, _average_integers),
+    on("requantize", _requantizes, _requantize),
+    on("quantize", is_quantize, _quantize),
+    on("dequantize", is_dequantize, _dequantize),
+    DEQUANTIZE_WEIGHT,
 ]
 
 
@@ -542,25 +388,6 @@ def merge_linears(lowering: Lowering) -> None:
         for node, part in zip(group, parts, strict=True):
             lowering.replace(node, part)
         lowering.note("merge_linears", whole, "one kernel for " + ", ".join(u.target for u in group))
-
-
-def add_masks_once(lowering: Lowering) -> None:
-    """A mask of truth values that several attentions read becomes a float mask once, and not in each."""
-    for mask in list(lowering.graph.nodes):
-        if mask.meta.get("dtype") is not torch.bool:
-            continue
-        readers = [u for u in mask.users if is_call(u, F.scaled_dot_product_attention) and _mask_of(u) is mask]
-        if len(readers) < 2:
-            continue
-        with lowering.graph.inserting_after(mask):
-            added = lowering.graph.call_function(script.additive_mask, (mask, lowering.dtype))
-        added.meta = {**mask.meta, "dtype": lowering.dtype}
-        for reader in readers:
-            reader.replace_input_with(mask, added)
-
-
-def _mask_of(attention: fx.Node) -> Any:
-    return attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")
 
 
 def _may_alias(user: fx.Node) -> bool:

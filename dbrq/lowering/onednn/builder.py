@@ -1,0 +1,341 @@
+"""Making a plan: a partition's ops are compiled for the shapes at hand and executed as they are, so that everything
+behind them has real values, and the first call of a shape is answered by the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...containers import tree_map
+from ...graph import leaves, walk
+from ...kernels import QParams
+from .binding import DTYPES, Arg, Attributes, Desc, Memory, Primitive, execute, reorder, row_major
+from .graphs import Watching
+from .library import OneDNNError
+from .plans import Plan, place_buffers
+from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
+
+
+class Unsupported(Exception):
+    """No primitive computes this partition for these shapes; the text says why."""
+
+
+class DynamicShapes(Exception):
+    """An op's result depends on more than its inputs' shapes, so that no plan can hold it."""
+
+
+class PackedWeights:
+    """Weights in the layouts that primitives chose: one copy for each layout, however many plans use it."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, list[Place]] = {}
+
+    def known(self, key: str) -> list[Place]:
+        return self._packed.get(key, [])
+
+    def pack(self, key: str, tensor: Tensor, wanted: Desc) -> Place:
+        """``tensor`` in the layout ``wanted``."""
+        for place in self.known(key):
+            if place.desc == wanted:
+                return place
+        packed = torch.zeros(max(wanted.size, 1), dtype=torch.uint8)
+        source = Desc.strided(tensor.shape, tensor.dtype, tensor.stride())
+        execute(
+            reorder(source, wanted, Attributes()),
+            {Arg.SRC: Memory(source, tensor.data_ptr()), Arg.DST: Memory(wanted, packed.data_ptr())},
+        )
+        place = Place(Buffer(Kind.CONSTANT, wanted.size, packed, 0), 0, wanted)
+        self._packed.setdefault(key, []).append(place)
+        return place
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.buffer.size for places in self._packed.values() for place in places)
+
+
+class Builder:
+    """Compiles and executes one graph for given inputs, and keeps the steps.
+
+    Emitters (emitters.py) use ``new``, ``view``, ``constant``, ``run`` and what builds on them.
+
+    Args:
+        tensor: path -> tensor that the model holds.
+        packed: the model's packed weights.
+        dtype: of float results inside.
+        mutable: the graph writes to memory, so that nothing may be computed once or kept.
+    """
+
+    def __init__(
+        self, tensor: Callable[[str], Tensor], packed: PackedWeights, dtype: torch.dtype, mutable: bool
+    ) -> None:
+        self.held, self.packed, self.dtype, self.mutable = tensor, packed, dtype, mutable
+        self.steps: list[Step] = []
+        self.buffers: list[Buffer] = []
+        self.op, self.words = "", ""
+        self.scratchpad = 0
+        self._attributes: dict[str, Value] = {}
+        self._constants: dict[Any, Value] = {}
+        self._derived: dict[tuple, Value] = {}
+        self._passing: list[Buffer] = []  # of this call only
+        self._dying: Counter[Buffer] = Counter()
+        self._alive: Counter[Buffer] = Counter()
+
+    # Values
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Value:
+        """A new value in the arena, row-major by default."""
+        size = max(math.prod(shape), 1) * torch.empty((), dtype=dtype).element_size()
+        buffer = Buffer(Kind.ARENA, size, torch.empty(size, dtype=torch.uint8), len(self.steps))
+        self.buffers.append(buffer)
+        return Value(buffer, tuple(shape), dtype, tuple(strides) if strides is not None else row_major(shape))
+
+    def constant(self, key: Any, make: Callable[[], Tensor]) -> Value:
+        """A tensor made once for this plan, by ``key``."""
+        if key not in self._constants:
+            self._constants[key] = self._wrapped(make(), Kind.CONSTANT)
+        return self._constants[key]
+
+    def attribute(self, path: str) -> Value:
+        """A tensor that the model holds."""
+        if path not in self._attributes:
+            self._attributes[path] = self._wrapped(
+                self.held(path).detach(), Kind.STATE if self.mutable else Kind.CONSTANT
+            )
+        return self._attributes[path]
+
+    def numbers(self, *values: float, dtype: torch.dtype = torch.float32) -> Value:
+        """A small constant vector: scales and zero points."""
+        return self.constant((dtype, values), lambda: torch.tensor(values, dtype=dtype))
+
+    def _wrapped(self, tensor: Tensor, kind: Kind) -> Value:
+        """A value for a tensor with memory of its own."""
+        buffer = Buffer(kind, tensor.untyped_storage().nbytes(), tensor, len(self.steps))
+        if kind in (Kind.INPUT, Kind.FRESH):
+            self._passing.append(buffer)
+        return Value(buffer, tuple(tensor.shape), tensor.dtype, tensor.stride())
+
+    def tensor(self, value: Value) -> Tensor:
+        """The tensor of a value, while the plan is made."""
+        assert value.buffer.tensor is not None, "its memory was given back"
+        return value.in_tensor(value.buffer.tensor)
+
+    def dies(self, value: Value) -> bool:
+        """Whether nothing reads the value's memory after the present node, and it may be written over."""
+        buffer = value.buffer
+        return buffer.kind is Kind.ARENA and not self.mutable and self._alive[buffer] == self._dying[buffer]
+
+    # Primitives
+
+    def run(
+        self, primitive: Primitive, places: Mapping[int, Value | Place], macs: int = 0, words: str | None = None
+    ) -> None:
+        """Execute a primitive now and in every call."""
+        found = {int(arg): v.place if isinstance(v, Value) else v for arg, v in places.items()}
+        step = PrimitiveStep(primitive, found, self.op, self.words if words is None else words, macs)
+        self._use(place.buffer for place in found.values())
+        self.steps.append(step)
+        memories = {}
+        for arg, place in found.items():
+            assert place.buffer.tensor is not None
+            memories[arg] = Memory(place.desc, place.buffer.tensor.data_ptr() + place.offset)
+        self.scratchpad = max(self.scratchpad, primitive.scratchpad)
+        execute(primitive, memories)
+
+    def _use(self, buffers: Any) -> None:
+        for buffer in buffers:
+            buffer.last = len(self.steps)
+
+    def derived(self, key: tuple, make: Callable[[], Value]) -> Value:
+        """A value computed from another, once for all that ask for it; ``key`` starts with the other's buffer."""
+        if self.mutable:
+            return make()
+        if key not in self._derived or self._derived[key].buffer.tensor is None:
+            self._derived[key] = make()
+        return self._derived[key]
+
+    def reordered(self, value: Value, dtype: torch.dtype, strides: Sequence[int], old: QParams | None = None,
+                  new: QParams | None = None) -> Value:  # fmt: skip
+        """The value in another dtype, layout, or with other qparams."""
+        if value.dtype is dtype and value.strides == tuple(strides) and old == new:
+            return value
+        key = (value.buffer, value.offset, value.shape, value.strides, dtype, tuple(strides), old, new)
+
+        def make() -> Value:
+            result = self.new(value.shape, dtype, strides)
+            self.convert(value, result, old, new)
+            return result
+
+        return self.derived(key, make)
+
+    def convert(self, value: Value, result: Value, old: QParams | None = None, new: QParams | None = None) -> None:
+        """Write ``value`` to ``result``: dtype, layout and qparams change in one pass."""
+        if value.dtype not in DTYPES or not value.numel:
+            raise Unsupported(f"oneDNN has no {value.dtype}" if value.numel else "it is empty")
+        scales, zero_points, places = {}, {}, {Arg.SRC: value, Arg.DST: result}
+        for arg, qparams in ((Arg.SRC, old), (Arg.DST, new)):
+            if qparams is not None:
+                scales[int(arg)] = 0
+                places[Arg.SCALES | arg] = self.numbers(qparams.scale)
+                if qparams.zero_point:
+                    zero_points[int(arg)] = 0
+                    places[Arg.ZERO_POINTS | arg] = self.numbers(qparams.zero_point, dtype=torch.int32)
+        try:
+            primitive = reorder(value.desc, result.desc, Attributes(scales, zero_points))
+        except OneDNNError as error:
+            raise Unsupported(str(error)) from error
+        self.run(primitive, places, words="reorder")
+
+    def as_float(self, value: Value, qparams: QParams | None) -> Value:
+        """An operand in float."""
+        if qparams is None:
+            return value
+        return self.reordered(value, self.dtype, value.strides, qparams)
+
+    def packed_weight(self, key: str, tensor: Callable[[], Tensor], wanted: Desc) -> Place:
+        for place in self.packed.known(key):
+            if place.desc == wanted:
+                return place
+        return self.packed.pack(key, tensor(), wanted)
+
+    # torch
+
+    def call(self, function: Callable, args: tuple, kwargs: dict, writes: bool = False) -> Any:
+        """Call torch now and, unless the result is known already or is a view, in every call."""
+        values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
+        if any(v.dtype is torch.bfloat16 for v in values) and self.dtype is torch.bfloat16:
+            args, kwargs = walk(self._narrowed, (args, kwargs))
+        given, options = walk(lambda leaf: self.tensor(leaf) if isinstance(leaf, Value) else leaf, (args, kwargs))
+        with Watching() as watched:
+            result = function(*given, **options)
+        if watched.dynamic:
+            raise DynamicShapes(watched.dynamic)
+        fixed = all(v.buffer.kind is Kind.CONSTANT for v in values) and not writes and not watched.random
+        fresh: list[tuple[int, Buffer, tuple[int, ...]]] = []
+        numbers = iter(range(10**9))
+
+        def value(leaf: Any) -> Any:
+            number = next(numbers)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            seen = self._seen(leaf, values)
+            if seen is not None:
+                return seen
+            made = self._wrapped(leaf, Kind.CONSTANT if fixed else Kind.FRESH)
+            if not fixed:
+                made.buffer.first = len(self.steps)
+                fresh.append((number, made.buffer, tuple(leaf.shape)))
+            return made
+
+        wrapped = tree_map(value, result)
+        if writes or fresh:
+            self._use(v.buffer for v in values)
+            self.steps.append(TorchStep(function, args, kwargs, tuple(fresh), self.op))
+        return wrapped
+
+    def _narrowed(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value) and leaf.dtype is torch.float32 and leaf.shape:
+            return self.reordered(leaf, torch.bfloat16, leaf.strides)
+        return leaf
+
+    def _seen(self, tensor: Tensor, values: Sequence[Value]) -> Value | None:
+        """The value that a tensor is a view of, seen as the tensor; None for new memory."""
+        storage = tensor.untyped_storage()
+        for value in values:
+            held = value.buffer.tensor
+            if held is not None and held.untyped_storage()._cdata == storage._cdata:
+                if value.dtype is not tensor.dtype and value.buffer.kind not in FIXED:
+                    return None
+                start = held.data_ptr()
+                return Value(
+                    value.buffer, tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.data_ptr() - start
+                )
+        return None
+
+    # Nodes
+
+    def count(self, values: Any) -> None:
+        """A node holds these values from now on."""
+        for leaf in leaves(values):
+            if isinstance(leaf, Value):
+                self._alive[leaf.buffer] += 1
+
+    def about_to_end(self, values: Sequence[Any]) -> None:
+        """The present node is the last to read what these nodes hold."""
+        self._dying = Counter(leaf.buffer for leaf in leaves(list(values)) if isinstance(leaf, Value))
+
+    def uncount(self, values: Any) -> None:
+        """A node of a partition's inside holds these no longer; whoever reads the partition's result may."""
+        for leaf in leaves(values):
+            if isinstance(leaf, Value):
+                self._alive[leaf.buffer] -= 1
+
+    def end(self, values: Any) -> None:
+        """Nothing reads these any more."""
+        for leaf in leaves(values):
+            if isinstance(leaf, Value):
+                buffer = leaf.buffer
+                self._alive[buffer] -= 1
+                if not self._alive[buffer] and buffer.kind in (Kind.ARENA, Kind.FRESH):
+                    buffer.tensor = None
+
+    def input(self, tensor: Any) -> Any:
+        return self._wrapped(tensor, Kind.INPUT) if isinstance(tensor, Tensor) else tensor
+
+    # The end
+
+    def finish(self, inputs: Sequence[Any], outputs: Any) -> tuple[Plan, Any]:
+        """The plan, and this call's outputs."""
+        taken: set[Buffer] = set()
+
+        def give(leaf: Any) -> Any:
+            if not isinstance(leaf, Value):
+                return leaf
+            whole = leaf.offset == 0 and leaf.buffer.size == _dense_size(leaf)
+            if leaf.buffer.kind is Kind.ARENA and whole and leaf.buffer not in taken:
+                leaf.buffer.kind = Kind.OUTPUT
+            elif leaf.buffer.kind in (Kind.ARENA, Kind.CONSTANT) or leaf.buffer in taken:
+                leaf = self.call(_own, (leaf,), {}, writes=True)
+            taken.add(leaf.buffer)
+            return leaf
+
+        outputs = tree_map(give, outputs)
+        results = tree_map(lambda leaf: self.tensor(leaf) if isinstance(leaf, Value) else leaf, outputs)
+        arena = [b for b in self.buffers if b.kind is Kind.ARENA]
+        for buffer in self.buffers:
+            if buffer.kind is not Kind.CONSTANT:
+                buffer.tensor = None
+        scratchpad = place_buffers(self.steps, arena)
+        steps = self._with_scratchpads(scratchpad)
+        for buffer in self._passing:
+            buffer.tensor = None
+        buffers = tuple(v.buffer if isinstance(v, Value) else None for v in inputs)
+        return Plan(buffers, steps, outputs, scratchpad + self.scratchpad, scratchpad), results
+
+    def _with_scratchpads(self, offset: int) -> tuple[Step, ...]:
+        pad = Buffer(Kind.ARENA, self.scratchpad, None, 0)
+        pad.offset = offset
+        descs: dict[int, Desc] = {}
+        steps: list[Step] = []
+        for step in self.steps:
+            if isinstance(step, PrimitiveStep) and (size := step.primitive.scratchpad):
+                if size not in descs:
+                    descs[size] = Desc.strided((size,), torch.uint8)
+                places = {**step.places, int(Arg.SCRATCHPAD): Place(pad, 0, descs[size])}
+                step = PrimitiveStep(step.primitive, places, step.op, step.words, step.macs)
+            steps.append(step)
+        return tuple(steps)
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that is the caller's."""
+    return x.clone(memory_format=torch.preserve_format)
+
+
+def _dense_size(value: Value) -> int:
+    return max(value.numel, 1) * torch.empty((), dtype=value.dtype).element_size()

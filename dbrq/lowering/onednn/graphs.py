@@ -1,0 +1,163 @@
+"""Graphs as plain data, for files and copies; and cut into segments that one plan can hold."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import _get_qualified_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...graph import leaves, walk
+
+#: What of a node's ``meta`` a graph keeps.
+_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "writes", "random")
+
+
+class _Ref:
+    """Stands for a node among arguments. (No tuple or dataclass: ``walk`` would look into it.)"""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def as_data(graph: fx.Graph) -> list[tuple]:
+    """Nodes as (op, name, target, args, kwargs, type, meta), with functions by their qualified names."""
+
+    def plain(value: Any) -> Any:
+        return walk(lambda leaf: _Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf, value)
+
+    return [
+        (node.op, node.name, node.target if isinstance(node.target, str) else (_name(node.target),),
+         plain(node.args), plain(dict(node.kwargs)), {k: node.meta[k] for k in _KEPT if k in node.meta})
+        for node in graph.nodes
+    ]  # fmt: skip
+
+
+def from_data(data: list[tuple]) -> fx.Graph:
+    """What ``as_data`` was made from."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+
+    def given(value: Any) -> Any:
+        return walk(lambda leaf: nodes[leaf.name] if isinstance(leaf, _Ref) else leaf, value)
+
+    for op, name, target, args, kwargs, meta in data:
+        target = target if isinstance(target, str) else _function(target[0])
+        node = graph.create_node(op, target, given(args), given(kwargs), name=name)
+        node.meta = dict(meta)
+        nodes[name] = node
+    return graph
+
+
+def _name(function: Any) -> str:
+    return _get_qualified_name(function).replace("_operator.", "operator.")
+
+
+def _function(name: str) -> Callable:
+    """The function of a qualified name."""
+    parts = name.split(".")
+    if parts[:2] == ["torch", "ops"]:
+        return operator.attrgetter(".".join(parts[1:]))(torch)
+    for i in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            continue
+        return operator.attrgetter(".".join(parts[i:]))(module)
+    raise ImportError(name)
+
+
+# Segments
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes whose results have shapes that follow from those of ``inputs``; ``outputs`` are read behind them."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def segments_of(graph: fx.Graph, dynamic: frozenset[str]) -> list[Segment | fx.Node]:
+    """The graph in order, the nodes named in ``dynamic`` by themselves and all others in as few segments as possible."""
+    level: dict[fx.Node, int] = {}
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    ordered = any(n.meta.get("writes") for n in nodes)  # what writes to memory stays where it is
+    lowest = 0
+    for node in nodes:
+        before = [level[n] + (n.name in dynamic) for n in node.all_input_nodes if n in level]
+        level[node] = max([lowest if ordered else 0, *before])
+        if ordered and node.name in dynamic:
+            lowest = level[node] + 1
+        elif ordered:
+            lowest = level[node]
+    parts: list[Segment | fx.Node] = []
+    for number in range(max(level.values(), default=0) + 1):
+        here = [n for n in nodes if level[n] == number]
+        static = [n for n in here if n.name not in dynamic]
+        if static:
+            parts.append(_segment(static))
+        parts += [n for n in here if n.name in dynamic]
+    return parts
+
+
+def _segment(nodes: list[fx.Node]) -> Segment:
+    inside = set(nodes)
+    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside)
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    return Segment(tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class Watching(TorchDispatchMode):
+    """Sees what the ops below a call of torch depend on.
+
+    Attributes:
+        dynamic: an op whose shape or number depends on values, "" if there is none.
+        random: an op draws random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dynamic, self.random = "", False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tags = func.tags
+        if any(tag in tags for tag in _TAGS):
+            self.dynamic = str(func)
+        self.random = self.random or torch.Tag.nondeterministic_seeded in tags
+        return func(*args, **(kwargs or {}))
+
+
+def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any],
+                  inputs: Mapping[fx.Node, Any]) -> frozenset[str]:  # fmt: skip
+    """Names of the nodes whose results depend on more than shapes, seen in one run; and of those that compute with
+    numbers from them.
+
+    Args:
+        run: executes a node, given the results so far.
+    """
+    results = dict(inputs)
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with Watching() as watched:
+            results[node] = run(node, results)
+        by_number = any(n in found and not _holds_tensors(results[n]) for n in node.all_input_nodes)
+        if watched.dynamic or by_number:
+            found.add(node)
+    return frozenset(node.name for node in found)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in leaves(value))

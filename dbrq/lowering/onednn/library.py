@@ -1,0 +1,232 @@
+"""Finding libdnnl and calling it: the C API's functions with their types, statuses as exceptions.
+
+The library is any build of oneDNN 3.2 or newer for CPUs with OpenMP, such as PyPI's ``onednn-cpu-gomp``. Enumerations
+and structures are those of oneDNN's headers (dnnl_types.h, dnnl_common_types.h), whose C ABI is stable in version 3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import QuantizationError
+
+#: Where to find the library, if not in the usual places.
+PATH_VARIABLE = "DBRQ_LIBDNNL"
+_NAMES = ("libdnnl.so.3", "libdnnl.so")
+_OLDEST = (3, 2)
+
+_STATUSES = {
+    1: "dnnl_out_of_memory",
+    2: "dnnl_invalid_arguments",
+    3: "dnnl_unimplemented",
+    4: "dnnl_last_impl_reached",
+    5: "dnnl_runtime_error",
+    6: "dnnl_not_required",
+    7: "dnnl_invalid_graph",
+    8: "dnnl_invalid_graph_op",
+    9: "dnnl_invalid_shape",
+    10: "dnnl_invalid_data_type",
+}
+_ISAS = {
+    0x0: "default", 0x1: "sse41", 0x3: "avx", 0x7: "avx2", 0xF: "avx2_vnni", 0x1F: "avx2_vnni_2", 0x27: "avx512_core",
+    0x67: "avx512_core_vnni", 0xE7: "avx512_core_bf16", 0x1EF: "avx512_core_fp16", 0xFEF: "avx512_core_amx",
+    0x1FEF: "avx512_core_amx_fp16",
+}  # fmt: skip
+
+
+class OneDNNError(QuantizationError):
+    """libdnnl is missing, or a call of it failed."""
+
+
+class Unimplemented(OneDNNError):
+    """This build of oneDNN has no such primitive for this CPU, these types and these layouts."""
+
+
+class ExecArg(ctypes.Structure):
+    """``dnnl_exec_arg_t``: an argument's number and its memory object."""
+
+    _fields_ = [("arg", c_int), ("memory", c_void_p)]
+
+
+_DIMS = POINTER(c_int64)
+_HANDLE, _OUT = c_void_p, POINTER(c_void_p)
+_ATTRIBUTES, _ENGINE = _HANDLE, _HANDLE
+
+#: Function -> argument types. All return a status, but for those in ``_RETURNS``.
+_SIGNATURES: dict[str, list[Any]] = {
+    "engine_create": [_OUT, c_int, c_size_t],
+    "engine_destroy": [_ENGINE],
+    "stream_create": [_OUT, _ENGINE, c_uint],
+    "stream_wait": [_HANDLE],
+    "stream_destroy": [_HANDLE],
+    "memory_desc_create_with_strides": [_OUT, c_int, _DIMS, c_int, _DIMS],
+    "memory_desc_create_with_tag": [_OUT, c_int, _DIMS, c_int, c_int],
+    "memory_desc_create_submemory": [_OUT, _HANDLE, _DIMS, _DIMS],
+    "memory_desc_reshape": [_OUT, _HANDLE, c_int, _DIMS],
+    "memory_desc_clone": [_OUT, _HANDLE],
+    "memory_desc_destroy": [_HANDLE],
+    "memory_desc_equal": [_HANDLE, _HANDLE],
+    "memory_desc_get_size": [_HANDLE],
+    "memory_desc_query": [_HANDLE, c_int, c_void_p],
+    "memory_create": [_OUT, _HANDLE, _ENGINE, c_void_p],
+    "memory_set_data_handle": [_HANDLE, c_void_p],
+    "memory_destroy": [_HANDLE],
+    "primitive_attr_create": [_OUT],
+    "primitive_attr_destroy": [_ATTRIBUTES],
+    "primitive_attr_set_scratchpad_mode": [_ATTRIBUTES, c_int],
+    "primitive_attr_set_scales_mask": [_ATTRIBUTES, c_int, c_int],
+    "primitive_attr_set_zero_points_mask": [_ATTRIBUTES, c_int, c_int],
+    "primitive_attr_set_post_ops": [_ATTRIBUTES, _HANDLE],
+    "post_ops_create": [_OUT],
+    "post_ops_destroy": [_HANDLE],
+    "post_ops_append_sum": [_HANDLE, c_float, c_int32, c_int],
+    "post_ops_append_eltwise": [_HANDLE, c_int, c_float, c_float],
+    "post_ops_append_binary": [_HANDLE, c_int, _HANDLE],
+    "post_ops_append_dw": [_HANDLE, c_int, c_int, c_int, c_int64, c_int64, c_int64],
+    "primitive_desc_query": [_HANDLE, c_int, c_int, c_void_p],
+    "primitive_desc_query_md": [_HANDLE, c_int, c_int],
+    "primitive_desc_next_impl": [_HANDLE],
+    "primitive_desc_destroy": [_HANDLE],
+    "primitive_create": [_OUT, _HANDLE],
+    "primitive_destroy": [_HANDLE],
+    "primitive_execute": [_HANDLE, _HANDLE, c_int, POINTER(ExecArg)],
+    "reorder_primitive_desc_create": [_OUT, _HANDLE, _ENGINE, _HANDLE, _ENGINE, _ATTRIBUTES],
+    "concat_primitive_desc_create": [_OUT, _ENGINE, _HANDLE, c_int, c_int, POINTER(c_void_p), _ATTRIBUTES],
+    "binary_primitive_desc_create": [_OUT, _ENGINE, c_int, _HANDLE, _HANDLE, _HANDLE, _ATTRIBUTES],
+    "convolution_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, c_int, *[_HANDLE] * 4, *[_DIMS] * 4, _ATTRIBUTES],
+    "deconvolution_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, c_int, *[_HANDLE] * 4, *[_DIMS] * 4, _ATTRIBUTES],
+    "eltwise_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, c_int, _HANDLE, _HANDLE, c_float, c_float, _ATTRIBUTES],
+    "softmax_forward_primitive_desc_create": [_OUT, _ENGINE, c_int, c_int, _HANDLE, _HANDLE, c_int, _ATTRIBUTES],
+    "pooling_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, c_int, _HANDLE, _HANDLE, *[_DIMS] * 5, _ATTRIBUTES],
+    "layer_normalization_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, _HANDLE, _HANDLE, _HANDLE, c_float, c_uint, _ATTRIBUTES],
+    "matmul_primitive_desc_create": [_OUT, _ENGINE, *[_HANDLE] * 4, _ATTRIBUTES],
+    "reduction_primitive_desc_create": [_OUT, _ENGINE, c_int, _HANDLE, _HANDLE, c_float, c_float, _ATTRIBUTES],
+    "resampling_forward_primitive_desc_create":
+        [_OUT, _ENGINE, c_int, c_int, POINTER(c_float), _HANDLE, _HANDLE, _ATTRIBUTES],
+    "get_effective_cpu_isa": [],
+}  # fmt: skip
+_RETURNS = {"memory_desc_get_size": c_size_t, "primitive_desc_query_md": c_void_p}
+_PLAIN = frozenset({"memory_desc_equal", "memory_desc_get_size", "primitive_desc_query_md", "get_effective_cpu_isa"})
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [
+        ("major", c_int), ("minor", c_int), ("patch", c_int), ("hash", c_char_p), ("cpu_runtime", c_uint),
+        ("gpu_runtime", c_uint),
+    ]  # fmt: skip
+
+
+class Library:
+    """libdnnl, with an engine for the CPU and a stream on it.
+
+    Functions are called by their names without ``dnnl_``; a status other than success raises ``OneDNNError`` with
+    oneDNN's name for it. Engine and stream serve all threads: the CPU stream has no state of its own.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.dll = ctypes.CDLL(path)
+        self._functions: dict[str, Any] = {}
+        for name, types in _SIGNATURES.items():
+            function = getattr(self.dll, f"dnnl_{name}")
+            function.argtypes, function.restype = types, _RETURNS.get(name, c_int)
+            self._functions[name] = function
+        self.dll.dnnl_version.restype = POINTER(_Version)
+        found = self.dll.dnnl_version().contents
+        self.version: tuple[int, int, int] = (found.major, found.minor, found.patch)
+        if self.version[:2] < _OLDEST or found.major != _OLDEST[0]:
+            raise OneDNNError(
+                f"{path} is oneDNN {'.'.join(map(str, self.version))}",
+                expected=f"version {_OLDEST[0]}, from {'.'.join(map(str, _OLDEST))} on", hint=_HINT,
+            )  # fmt: skip
+        if found.cpu_runtime != _OPENMP:
+            raise OneDNNError(f"{path} was not built with OpenMP, so it would not share torch's threads", hint=_HINT)
+        self.engine = self.make("engine_create", _CPU, 0)
+        self.stream = self.make("stream_create", self.engine, 1)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that kernels are made for."""
+        found = self.call("get_effective_cpu_isa")
+        return _ISAS.get(found, hex(found))
+
+    def call(self, name: str, *args: Any) -> Any:
+        result = self._functions[name](*args)
+        if name in _PLAIN:
+            return result
+        if result:
+            raise failure(f"dnnl_{name}", result)
+        return None
+
+    def make(self, name: str, *args: Any) -> c_void_p:
+        """Call a function that creates something; returns its handle."""
+        handle = c_void_p()
+        self.call(name, byref(handle), *args)
+        return handle
+
+
+_CPU, _OPENMP = 1, 2
+_HINT = f"pip install dbrq[onednn], or let the environment variable {PATH_VARIABLE} hold the path of libdnnl.so.3"
+
+
+def failure(function: str, status: int) -> OneDNNError:
+    """The exception for a status."""
+    name = _STATUSES.get(status, f"status {status}")
+    return (Unimplemented if status == 3 else OneDNNError)(f"{function} failed: {name}")
+
+
+def _places() -> Iterator[str]:
+    given = os.environ.get(PATH_VARIABLE)
+    if given:
+        path = Path(given)
+        yield from (str(path / name) for name in _NAMES) if path.is_dir() else (given,)
+        return
+    folders = [Path(sys.prefix) / "lib", Path(sysconfig.get_path("platlib")).parents[1], Path(sys.base_prefix) / "lib"]
+    folders += map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")))
+    for name in _NAMES:
+        yield from (str(folder / name) for folder in folders if (folder / name).exists())
+    yield from _NAMES  # as the loader finds them
+
+
+@functools.cache
+def library() -> Library:
+    """libdnnl, loaded once.
+
+    torch is imported first, so that both use the OpenMP runtime that torch brings.
+
+    Raises:
+        OneDNNError: it is not there, or not one that serves.
+    """
+    assert torch.__version__
+    reasons = []
+    for place in _places():
+        try:
+            return Library(place)
+        except OSError as error:
+            reasons.append(f"{place}: {error}")
+        except AttributeError as error:
+            raise OneDNNError(f"{place} is no oneDNN of version 3: {error}", hint=_HINT) from error
+    raise OneDNNError("the onednn backend needs libdnnl, which was not found", got="; ".join(reasons), hint=_HINT)
+
+
+@functools.cache
+def openmp_pools() -> tuple[str, ...]:
+    """Paths of the OpenMP runtimes in this process; one is as it should be."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
+    return tuple(sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp", "libomp"))))

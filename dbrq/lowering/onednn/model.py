@@ -1,0 +1,345 @@
+"""The lowered model: a graph of partitions, a plan for each set of input shapes, and an ``nn.Module`` around them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...graph import leaves, remove_dead, walk
+from ...report import LOWERED_REPORT
+from ..engine import Lowering, fold_constants, sizes_of_integers
+from ..shared import add_masks_once, free_of_strides
+from . import mapping
+from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
+from .emitters import emit
+from .graphs import Segment, as_data, dynamic_nodes, from_data, segments_of
+from .library import library
+from .partitions import Partition
+from .plans import Runner
+from .values import Value
+
+log = logging.getLogger("dbrq.lowering")
+
+#: Plans that a model keeps; the one that was not used for longest goes first.
+MAX_PLANS = 16
+
+
+class OneDNNModel(nn.Module):
+    """A model on oneDNN's own kernels, called as the model it was made from.
+
+    Float inputs may have any layout; outputs are new tensors that own their memory. Calls from several threads do not
+    share memory. A plan is made when a shape is seen for the first time, and for each number of threads.
+
+    Attributes:
+        max_plans: plans kept; see ``plans``.
+        lowering: the log of what became of the graph.
+    """
+
+    def __init__(self, graph: fx.GraphModule, returned: Callable[[Any], Any] | None, dtype: torch.dtype,
+                 rows: str) -> None:  # fmt: skip
+        super().__init__()
+        self._start(as_data(graph.graph), _without_code(graph), returned, dtype, rows, frozenset())
+        self.max_plans = MAX_PLANS
+
+    def _start(self, data: list[tuple], root: nn.Module, returned: Any, dtype: torch.dtype, rows: str,
+               dynamic: frozenset[str]) -> None:  # fmt: skip
+        library()
+        self._data, self._returned, self.dtype, self._dynamic = data, returned, dtype, dynamic
+        for name, child in root._modules.items():
+            self._modules[name] = child
+        self._parameters.update(root._parameters)
+        self._buffers.update(root._buffers)
+        setattr(self, LOWERED_REPORT, rows)
+        self._packed, self._lock = PackedWeights(), threading.RLock()
+        self._plans: OrderedDict[tuple, Runner] = OrderedDict()
+        self._unfit: dict[str, str] = {}
+        self.lowering = Lowering(fx.GraphModule(_without_code(self), from_data(data)), dtype)
+        mapped(self.lowering)
+        self._tensors: dict[str, Any] = {
+            n.target: self.lowering.tensor(n) for n in _all_nodes(self.lowering) if n.op == "get_attr"
+        }  # type: ignore[misc]
+        self._placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
+        self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
+        self.mutable = any(n.meta.get("writes") for n in self.lowering.graph.nodes)
+        self._signature = inspect.Signature(
+            [
+                inspect.Parameter(n.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                                  default=n.args[0] if n.args else inspect.Parameter.empty)
+                for n in self._placeholders
+            ]
+        )  # fmt: skip
+        self._cut(dynamic)
+
+    def _cut(self, dynamic: frozenset[str]) -> None:
+        self._dynamic = dynamic
+        self._parts = segments_of(self.lowering.graph, dynamic)
+        self._plans.clear()
+
+    # Calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != len(self._placeholders):
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        with torch.no_grad():
+            try:
+                result = self._run(args)
+            except DynamicShapes:
+                self._find_dynamic(args)
+                result = self._run(args)
+        return result if self._returned is None else self._returned(result)
+
+    def _run(self, args: Sequence[Any]) -> Any:
+        parts = self._parts
+        env: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
+        for part in parts:
+            if isinstance(part, Segment):
+                values = [env[n] for n in part.inputs]
+                results = self._segment(part, values)
+                env.update(zip(part.outputs, results, strict=True))
+            else:
+                env[part] = self._one(part, env)
+        return fx.map_arg(self._output.args[0], env.__getitem__)
+
+    def _segment(self, segment: Segment, values: list[Any]) -> Sequence[Any]:
+        key = (id(segment), torch.get_num_threads(), *map(_key, values))
+        runner = self._plans.get(key)
+        if runner is None:
+            return self._compiled(segment, key, values)
+        if len(self._plans) > 1:
+            with self._lock:
+                if key in self._plans:
+                    self._plans.move_to_end(key)
+        return runner(values)
+
+    def _compiled(self, segment: Segment, key: tuple, values: list[Any]) -> Sequence[Any]:
+        with self._lock:
+            runner = self._plans.get(key)
+            if runner is None:
+                runner, results = self._traced(segment, values)
+                self._plans[key] = runner
+                while len(self._plans) > max(self.max_plans, 1):
+                    self._plans.popitem(last=False)
+                return results
+        return runner(values)
+
+    def _one(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        """Execute a node by torch alone."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.op == "get_attr":
+            return self._tensors[node.target]  # type: ignore[index]
+        if node.op == "call_module":
+            module = self.lowering.modules[node.target]  # type: ignore[index]
+            if isinstance(module, Partition):
+                inner = dict(zip((n for n in module.reference.nodes if n.op == "placeholder"), args, strict=True))
+                for step in module.reference.nodes:
+                    if step.op == "output":
+                        return inner[step.args[0]]  # type: ignore[index]
+                    if step.op != "placeholder":
+                        inner[step] = self._one(step, inner)
+            return module(*args, **kwargs)
+        return _callable(node, args)(*args, **kwargs)
+
+    def _find_dynamic(self, args: Sequence[Any]) -> None:
+        """See which nodes depend on values, and keep them out of plans."""
+        args = copy.deepcopy(list(args))
+        kept = {name: t.clone() for name, t in self.named_buffers()} if self.mutable else {}
+        with self._lock:
+            found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self._placeholders, args, strict=True)))
+            if found <= self._dynamic:
+                raise RuntimeError("dbrq: an op's result depends on values in a way that no plan can follow")
+            self._cut(found | self._dynamic)
+        for name, tensor in self.named_buffers():
+            if name in kept:
+                tensor.copy_(kept[name])
+
+    # Making plans
+
+    def _traced(self, segment: Segment, values: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
+        """The plan of a segment, and what it gives for these values."""
+        b = Builder(self._tensors.__getitem__, self._packed, self.dtype, self.mutable)
+        inputs = [b.input(v) for v in values]
+        env: dict[fx.Node, Any] = dict(zip(segment.inputs, inputs, strict=True))
+        last = _last_readers(segment.nodes, (*segment.inputs, *segment.nodes), segment.outputs)
+        for value in inputs:
+            b.count(value)
+        self._trace(b, segment.nodes, env, last)
+        plan, results = b.finish(inputs, tuple(env[n] for n in segment.outputs))
+        return Runner(plan), results
+
+    def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
+               last: Mapping[fx.Node, list[fx.Node]]) -> None:  # fmt: skip
+        for node in nodes:
+            ending = last.get(node, [])
+            b.about_to_end([env[n] for n in ending if n in env])
+            b.op = node.meta.get("op") or node.name
+            env[node] = self._traced_node(b, node, env)
+            b.count(env[node])
+            for n in ending:
+                b.end(env.pop(n, None))
+
+    def _traced_node(self, b: Builder, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = walk(
+            lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, (node.args, dict(node.kwargs))
+        )
+        if node.op == "get_attr":
+            held = self._tensors[node.target]  # type: ignore[index]
+            return b.attribute(node.target) if isinstance(held, Tensor) else held  # type: ignore[arg-type]
+        writes = bool(node.meta.get("writes"))
+        if node.op == "call_module":
+            module = self.lowering.modules[node.target]  # type: ignore[index]
+            if not isinstance(module, Partition):
+                return b.call(module, args, kwargs, writes)
+            b.words = module.words
+            try:
+                return emit(b, module, args)
+            except Unsupported as reason:
+                self._note_unfit(module, str(reason))
+            return self._referred(b, module, args)
+        if not any(isinstance(leaf, Value) for leaf in leaves((args, kwargs))) and _is_arithmetic(node):
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        return b.call(_callable(node, args), tuple(args), kwargs, writes)
+
+    def _referred(self, b: Builder, partition: Partition, args: Sequence[Any]) -> Any:
+        """A partition's own nodes, by torch."""
+        nodes = list(partition.reference.nodes)
+        places = [n for n in nodes if n.op == "placeholder"]
+        env: dict[fx.Node, Any] = dict(zip(places, args, strict=True))
+        inner = [n for n in nodes if n.op not in ("placeholder", "output")]
+        op, dying = b.op, b._dying
+        self._trace(b, inner, env, {})
+        b.op, b._dying = op, dying
+        result = env[nodes[-1].args[0]]  # type: ignore[index]
+        for n in inner:
+            if env[n] is not result:
+                b.uncount(env[n])
+        b.uncount(result)
+        return result
+
+    def _note_unfit(self, partition: Partition, reason: str) -> None:
+        if partition.name not in self._unfit:
+            self._unfit[partition.name] = reason
+            log.info("%s runs in torch: %s", partition.name, reason)
+
+    # Looking inside
+
+    @property
+    def plans(self) -> tuple[Runner, ...]:
+        """The plans kept, the one used last at the end."""
+        return tuple(self._plans.values())
+
+    @property
+    def in_torch(self) -> dict[str, str]:
+        """Partitions that no primitive computed for some shape that came -> why."""
+        return dict(self._unfit)
+
+    def stages(self) -> dict[str, str]:
+        """The graph after each stage, as text: what was recorded, partitions, and the steps of the newest plan."""
+        steps = self.plans[-1].plan.steps if self._plans else ()
+        return {
+            "graph": str(from_data(self._data)),
+            "partitions": str(self.lowering.graph),
+            "segments": "\n".join(f"{len(p.nodes)} nodes" if isinstance(p, Segment) else p.name for p in self._parts),
+            "plan": "\n".join(map(str, steps)),
+        }
+
+    def extra_repr(self) -> str:
+        partitions = sum(isinstance(m, Partition) for m in self.lowering.modules.values())
+        return f"{partitions} partitions, {len(self._plans)} plans, oneDNN {'.'.join(map(str, library().version))}"
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "data": self._data, "root": _without_code(self), "returned": self._returned, "dtype": self.dtype,
+            "rows": getattr(self, LOWERED_REPORT), "dynamic": self._dynamic, "max_plans": self.max_plans,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self._start(*(state[name] for name in ("data", "root", "returned", "dtype", "rows", "dynamic")))
+        self.max_plans = state["max_plans"]
+        self.eval()
+
+    def __deepcopy__(self, memo: dict) -> OneDNNModel:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+
+def mapped(lowering: Lowering) -> None:
+    """All stages that do not depend on shapes: what is constant is computed, and partitions replace what they compute."""
+    fold_constants(lowering)
+    sizes_of_integers(lowering)
+    mapping.quantize_before_moves(lowering)
+    lowering.apply(mapping.REWRITES)
+    mapping.read_channels_last(lowering)
+    add_masks_once(lowering)
+    free_of_strides(lowering)
+    remove_dead(lowering.graph)
+
+
+def _without_code(module: nn.Module) -> nn.Module:
+    """The tensors of a module tree, without its code."""
+    bare = nn.Module()
+    bare._parameters.update(module._parameters)
+    bare._buffers.update(module._buffers)
+    for name, child in module._modules.items():
+        bare._modules[name] = child
+    return bare.eval()
+
+
+def _all_nodes(lowering: Lowering) -> list[fx.Node]:
+    """The graph's nodes, and those inside partitions."""
+    found = list(lowering.graph.nodes)
+    for module in lowering.modules.values():
+        if isinstance(module, Partition):
+            found += module.reference.nodes
+    return found
+
+
+def _last_readers(nodes: Sequence[fx.Node], held: Sequence[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, list]:
+    """Node -> the nodes whose values nothing reads after it."""
+    last: dict[fx.Node, fx.Node] = {n: n for n in held}
+    for node in nodes:
+        for read in node.all_input_nodes:
+            last[read] = node
+    result: dict[fx.Node, list] = {}
+    for n, reader in last.items():
+        if n not in kept:
+            result.setdefault(reader, []).append(n)
+    return result
+
+
+def _key(value: Any) -> Any:
+    """What of an argument a plan depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple, dict)):
+        return tuple(map(_key, leaves(value)))
+    return type(value), value
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
+        or node.target in (torch._assert, len, int, float, bool, operator.getitem)
+    )
+
+
+def _callable(node: fx.Node, args: Sequence[Any]) -> Callable:
+    if node.op == "call_function":
+        return node.target  # type: ignore[return-value]
+    owner = torch.Tensor if isinstance(args[0], (Value, Tensor)) else type(args[0])
+    return getattr(owner, node.target)  # type: ignore[call-overload]

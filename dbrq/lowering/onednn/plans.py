@@ -1,0 +1,301 @@
+"""A plan: steps for one set of input shapes; and its instances, each with memory of its own, that execute it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...containers import tree_leaves, tree_map
+from ...graph import leaves, walk
+from .binding import Memory, arguments
+from .library import failure, library
+from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run for inputs of given shapes.
+
+    Attributes:
+        inputs: their buffers, None for what is no tensor.
+        steps: in order.
+        outputs: nested containers of values and constants.
+        arena: bytes that an instance needs, scratchpad included.
+        scratchpad: where it starts in the arena.
+    """
+
+    inputs: tuple[Buffer | None, ...]
+    steps: tuple[Step, ...]
+    outputs: Any
+    arena: int
+    scratchpad: int
+
+
+def place_buffers(steps: Sequence[Step], buffers: Sequence[Buffer]) -> int:
+    """Give buffers offsets in one arena, such that those in use at the same time do not overlap; returns its size.
+
+    Large ones first, each at the lowest offset that is free throughout its life.
+    """
+    placed: list[Buffer] = []
+    total = 0
+    for buffer in sorted(buffers, key=lambda b: -b.size):
+        taken = sorted(
+            (b.offset, b.offset + b.size) for b in placed if b.first <= buffer.last and buffer.first <= b.last
+        )
+        offset = 0
+        for start, end in taken:
+            if offset + buffer.size <= start:
+                break
+            offset = max(offset, _aligned(end))
+        buffer.offset = offset
+        placed.append(buffer)
+        total = max(total, offset + buffer.size)
+    return _aligned(total)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Instance:
+    """Memory for one execution at a time of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        arena = torch.empty(plan.arena + _ALIGNMENT, dtype=torch.uint8)
+        self.arena = arena[-arena.data_ptr() % _ALIGNMENT :]
+        self._memories: dict[tuple[int, int, int], Memory] = {}
+        self._moving: dict[Buffer, list[tuple[c_void_p, int]]] = {}
+        self._slots: dict[Buffer, int] = {}
+        self.tensors: list[Any] = []  # by slot: this call's tensors of buffers that move
+        self.runs: list[Callable[[], None]] = []
+        for buffer in plan.inputs:
+            if buffer is not None:
+                self._slot(buffer)
+        group: list[tuple] = []
+        for step in plan.steps:
+            if isinstance(step, PrimitiveStep):
+                group.append(self._prepared(step))
+                continue
+            if group:
+                self.runs.append(_executes(group))
+                group = []
+            self.runs.append(self._calls(step))
+        if group:
+            self.runs.append(_executes(group))
+        self._new = [
+            (self._slot(value.buffer), value)
+            for value in _unique(v for v in tree_leaves(plan.outputs) if isinstance(v, Value))
+            if value.buffer.kind is Kind.OUTPUT
+        ]
+        self._pointers = {self._slots[buffer]: pairs for buffer, pairs in self._moving.items()}
+        self._input_pairs = [
+            None if buffer is None else (self._slots[buffer], self._moving.get(buffer, ())) for buffer in plan.inputs
+        ]
+
+    # Preparing
+
+    def _slot(self, buffer: Buffer) -> int:
+        if buffer not in self._slots:
+            self._slots[buffer] = len(self.tensors)
+            self.tensors.append(None)
+        return self._slots[buffer]
+
+    def _address(self, buffer: Buffer) -> int:
+        if buffer.kind is Kind.ARENA:
+            return self.arena.data_ptr() + buffer.offset
+        assert buffer.tensor is not None
+        return buffer.tensor.data_ptr()
+
+    def _memory(self, place: Place) -> Memory:
+        key = (id(place.buffer), place.offset, id(place.desc))
+        if key not in self._memories:
+            if place.buffer.kind in FIXED:
+                memory = Memory(place.desc, self._address(place.buffer) + place.offset)
+            else:
+                memory = Memory(place.desc)
+                self._slot(place.buffer)
+                self._moving.setdefault(place.buffer, []).append((memory.handle, place.offset))
+            self._memories[key] = memory
+        return self._memories[key]
+
+    def _prepared(self, step: PrimitiveStep) -> tuple:
+        memories = {arg: self._memory(place) for arg, place in step.places.items()}
+        args = arguments(memories)
+        return step.primitive.handle, ctypes.c_int(len(args)), args
+
+    def _tensor(self, value: Value) -> Tensor:
+        """The tensor of a value that does not move."""
+        if value.buffer.kind is Kind.ARENA:
+            buffer = value.buffer
+            return value.in_tensor(self.arena[buffer.offset : buffer.offset + max(buffer.size, 1)])
+        assert value.buffer.tensor is not None
+        return value.in_tensor(value.buffer.tensor)
+
+    def _reader(self, value: Value) -> Callable[[], Tensor]:
+        """What gives a value's tensor in a call."""
+        tensors, slot = self.tensors, self._slot(value.buffer)
+        shape, strides, dtype = value.shape, value.strides, value.dtype
+        offset = value.offset // torch.empty((), dtype=dtype).element_size()
+
+        def read() -> Tensor:
+            base = tensors[slot]
+            if offset == 0 and base.shape == shape and base.stride() == strides:
+                return base
+            return base.as_strided(shape, strides, base.storage_offset() + offset)
+
+        return read
+
+    def _resolved(self, tree: Any) -> Callable[[], Any]:
+        """What gives arguments in a call."""
+        values = [leaf for leaf in leaves(tree) if isinstance(leaf, Value)]
+        if all(value.buffer.kind in FIXED for value in values):
+            fixed = walk(lambda leaf: self._tensor(leaf) if isinstance(leaf, Value) else leaf, tree)
+            return lambda: fixed
+        prepared = walk(lambda leaf: _Reads(self, leaf) if isinstance(leaf, Value) else leaf, tree)
+        if isinstance(prepared, tuple) and not any(isinstance(a, (list, tuple, dict, slice)) for a in prepared):
+            return lambda: [a() if type(a) is _Reads else a for a in prepared]
+        return lambda: walk(lambda leaf: leaf() if type(leaf) is _Reads else leaf, prepared)
+
+    def _calls(self, step: TorchStep) -> Callable[[], None]:
+        function, args, kwargs = step.function, self._resolved(step.args), self._resolved(step.kwargs)
+        results = [(i, self._slot(buffer), buffer, shape) for i, buffer, shape in step.results]
+        tensors, moving, op = self.tensors, self._moving, step.op
+        set_handle = library().dll.dnnl_memory_set_data_handle
+
+        def call() -> None:
+            result = function(*args(), **kwargs())
+            if not results:
+                return
+            found = (result,) if isinstance(result, Tensor) else list(tree_leaves(result))
+            for i, slot, buffer, shape in results:
+                tensor = found[i]
+                if tensor.shape != shape:
+                    raise RuntimeError(
+                        f"dbrq: {op} gave a tensor {tuple(tensor.shape)} where it gave {shape} for inputs of the same "
+                        "shapes; please report this"
+                    )
+                tensors[slot] = tensor
+                if pairs := moving.get(buffer):
+                    address = tensor.data_ptr()
+                    for handle, offset in pairs:
+                        set_handle(handle, address + offset)
+
+        return call
+
+    # Executing
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Execute; returns the outputs in new tensors."""
+        set_handle = library().dll.dnnl_memory_set_data_handle
+        tensors = self.tensors
+        self._start(inputs, set_handle)
+        for run in self.runs:
+            run()
+        outputs = tree_map(self._output, self.plan.outputs) if self.plan.outputs is not None else None
+        for slot in range(len(tensors)):
+            tensors[slot] = None
+        return outputs
+
+    def _start(self, inputs: Sequence[Any], set_handle: Any) -> None:
+        tensors = self.tensors
+        for tensor, pair in zip(inputs, self._input_pairs, strict=True):
+            if pair is not None:
+                slot, pointers = pair
+                tensors[slot] = tensor
+                if pointers:
+                    address = tensor.data_ptr()
+                    for handle, offset in pointers:
+                        set_handle(handle, address + offset)
+        for slot, value in self._new:
+            tensors[slot] = tensor = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+            address = tensor.data_ptr()
+            for handle, offset in self._pointers.get(slot, ()):
+                set_handle(handle, address + offset)
+
+    def _output(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        if leaf.buffer.kind in FIXED:
+            return self._tensor(leaf)
+        return self._reader(leaf)()
+
+    def timed(self, inputs: Sequence[Any], repeats: int) -> list[float]:
+        """Microseconds of each step: the least of ``repeats`` executions of the whole."""
+        lib = library()
+        best = [float("inf")] * len(self.plan.steps)
+        singles: list[Callable[[], None]] = []
+        for step in self.plan.steps:
+            single = _executes([self._prepared(step)]) if isinstance(step, PrimitiveStep) else self._calls(step)
+            singles.append(single)
+        for _ in range(repeats):
+            self._start(inputs, lib.dll.dnnl_memory_set_data_handle)
+            for i, single in enumerate(singles):
+                start = time.perf_counter()
+                single()
+                best[i] = min(best[i], (time.perf_counter() - start) * 1e6)
+        return best
+
+
+class _Reads:
+    """Stands for a tensor that is another one in each call."""
+
+    def __init__(self, instance: Instance, value: Value) -> None:
+        self.read = instance._reader(value)
+
+    def __call__(self) -> Tensor:
+        return self.read()
+
+
+def _executes(group: list[tuple]) -> Callable[[], None]:
+    """Executes primitives in a row: the hot loop."""
+    lib = library()
+    execute, stream = lib.dll.dnnl_primitive_execute, lib.stream
+    group = list(group)
+
+    def run() -> None:
+        for primitive, count, args in group:
+            status = execute(primitive, stream, count, args)
+            if status:
+                raise failure("dnnl_primitive_execute", status)
+
+    return run
+
+
+def _unique(values: Any) -> list[Value]:
+    return list({value.buffer: value for value in values}.values())
+
+
+class Runner:
+    """Executes a plan for any number of threads: each execution takes an instance, and gives it back."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._idle: list[Instance] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> Instance:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return Instance(self.plan)
+
+    def give(self, instance: Instance) -> None:
+        with self._lock:
+            self._idle.append(instance)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        instance = self.take()
+        result = instance.run(inputs)  # an instance whose execution failed is not used again
+        self.give(instance)
+        return result
