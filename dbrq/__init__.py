@@ -25,6 +25,7 @@ from .errors import (
 from .fusion import find_fusions
 from .lowering import lower
 from .observers import HistogramObserver, default_qconfig_mapping
+from .profiling import profile
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
 from .rewriter import rewrite
@@ -55,6 +56,7 @@ __all__ = [
     "log_values",
     "lower",
     "prepare",
+    "profile",
     "quantize",
     "report",
     "rewrite",

@@ -270,7 +270,7 @@ class Primitive:
     @property
     def is_reference(self) -> bool:
         """Whether it is oneDNN's slow stand-in for what no kernel was written for."""
-        return self.implementation.startswith(("ref", "simple")) or ":ref" in self.implementation
+        return self.implementation.startswith("ref") or ":ref" in self.implementation
 
     def layout(self, arg: int, shape: Sequence[int], dtype: torch.dtype) -> Desc:
         """The layout it chose for an argument."""

@@ -26,8 +26,8 @@ from .values import Place, Value
 Emitter = Callable[[Builder, Partition, list[Any], list[Any]], Value]
 
 _FLOATS = (torch.float32, torch.bfloat16)
-#: Below this many multiply-accumulates oneDNN's reference kernels are as good as any.
-_SMALL = 100_000
+#: Up to this many operations oneDNN's reference kernels are as good as any.
+_SMALL = 1000
 
 
 def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
@@ -57,7 +57,10 @@ def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
 
     emitter = EMITTERS[partition.row.name]
     try:
-        return emitter(b, partition, [resolved(a) for a in partition.arguments], operands)
+        result = emitter(b, partition, [resolved(a) for a in partition.arguments], operands)
+        if partition.out is not None and result.dtype is not torch.uint8:  # not by the primitive itself
+            return _quantized(b, result, partition.out)
+        return result
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
 
@@ -431,9 +434,13 @@ def _at_rank(value: Value, ndim: int) -> Value:
 
 
 def _plain_matrix(b: Builder, value: Value) -> Value:
-    """Rows or columns next to each other, as matmuls want them."""
+    """Rows or columns next to each other, as matmuls want them.
+
+    oneDNN compares strides of axes of size 1 too when it looks for a layout that it knows.
+    """
     if 1 in (value.strides[-1], value.strides[-2]):
-        return value
+        strides = (value.numel if n == 1 else s for n, s in zip(value.shape[:-2], value.strides[:-2], strict=True))
+        return value.like(value.shape, (*strides, *value.strides[-2:]))
     return b.reordered(value, value.dtype, binding.row_major(value.shape))
 
 
@@ -540,7 +547,7 @@ def _layer_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[A
     if count != 1:
         shape = (*value.shape[:-1], *normalized)
         result = result.like(shape, binding.row_major(shape))
-    return result if out == p.out else _quantized(b, result, p.out)  # type: ignore[arg-type]
+    return result
 
 
 def _softmax(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
@@ -556,15 +563,25 @@ def _softmax(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]
     dst = b.new(value.shape, torch.uint8 if direct else b.dtype, value.strides)
     primitive = binding.softmax(alg, value.desc, dst.desc, dim % len(value.shape), e.attributes)
     b.run(_checked(primitive, value.numel), {**e.places, Arg.SRC: value, Arg.DST: dst})
-    return dst if direct or p.out is None else _quantized(b, dst, p.out)
+    return dst
 
 
 # Element by element
 
 
 def _elementwise(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
-    """What stands alone: a function, or an operation of two tensors, and what follows."""
-    return _chain(b, arguments[0], p.steps, operands, p.out)
+    """What stands alone: a function, or an operation of two tensors, and what follows; in parts, where no kernel takes
+    all of it.
+    """
+    x, steps = arguments[0], p.steps
+    try:
+        return _chain(b, x, steps, operands, p.out)
+    except (Unsupported, OneDNNError):
+        if len(steps) < 2:
+            raise
+    for step in steps:
+        x = Given(_chain(b, x, [step], operands, None))
+    return x.value
 
 
 def _chain(b: Builder, x: Any, steps: Sequence[Step], operands: list[Any], out: QParams | None) -> Value:
@@ -640,7 +657,8 @@ def _quantize(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
         raise Unsupported(f"it reads {value.dtype}")
     if (out.quant_min, out.quant_max) != (0, 255):
         return _chain(b, given, [], operands, out)
-    strides = channels_last(value.shape) if p.channels_last and len(value.shape) > 2 else binding.row_major(value.shape)
+    last = p.channels_last and len(value.shape) > 2
+    strides = channels_last(value.shape) if last else in_order(value.shape, value.strides)
     return b.reordered(_without_repeats_copied(b, value), torch.uint8, strides, given.qparams, out)
 
 
@@ -757,13 +775,13 @@ def _mean(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -
 
 
 def _float_ended(b: Builder, p: Partition, pool: Callable[[Any], Value]) -> Value:
-    """A pool that cannot end as integers, quantized behind."""
+    """A pool, in float where it cannot end as integers."""
     try:
         return pool(p)
     except (Unsupported, OneDNNError):
         if p.out is None:
             raise
-    return _quantized(b, pool(p.in_float()), p.out)
+    return pool(p.in_float())
 
 
 # Moving
@@ -773,7 +791,7 @@ def _concat(b: Builder, p: Partition, arguments: list[Any], operands: list[Any])
     givens, dim = arguments[:2]
     if not isinstance(givens, list) or not all(isinstance(g, Given) for g in givens):
         raise Unsupported("not all are tensors of the graph")
-    values = [g.value if p.out is None and g.qparams is None else _float(b, g) for g in givens]
+    values = [g.value if g.qparams is None else _float(b, g) for g in givens]
     first = values[0]
     if any(v.dtype is not first.dtype or len(v.shape) != len(first.shape) for v in values) or not first.shape:
         raise Unsupported("they differ in dtype or rank")
@@ -790,7 +808,7 @@ def _concat(b: Builder, p: Partition, arguments: list[Any], operands: list[Any])
     dst = b.new(shape, first.dtype, strides)
     primitive = binding.concat([v.desc for v in values], dst.desc, axis, Epilogue().attributes)
     b.run(_checked(primitive, dst.numel), {Arg.DST: dst, **{Arg.MULTIPLE_SRC + i: v for i, v in enumerate(values)}})
-    return dst if p.out is None else _quantized(b, dst, p.out)
+    return dst
 
 
 EMITTERS: dict[str, Emitter] = {

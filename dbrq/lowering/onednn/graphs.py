@@ -132,10 +132,14 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tags = func.tags
-        if any(tag in tags for tag in _TAGS):
+        if any(tag in tags for tag in _TAGS) and not (func is torch.ops.aten.index.Tensor and not _by_mask(args[1])):
             self.dynamic = str(func)
         self.random = self.random or torch.Tag.nondeterministic_seeded in tags
         return func(*args, **(kwargs or {}))
+
+
+def _by_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any],

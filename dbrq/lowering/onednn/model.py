@@ -7,6 +7,7 @@ import inspect
 import logging
 import operator
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ class OneDNNModel(nn.Module):
         return fx.map_arg(self._output.args[0], env.__getitem__)
 
     def _segment(self, segment: Segment, values: list[Any]) -> Sequence[Any]:
-        key = (id(segment), torch.get_num_threads(), *map(_key, values))
+        key = self._key_of(segment, values)
         runner = self._plans.get(key)
         if runner is None:
             return self._compiled(segment, key, values)
@@ -121,6 +122,10 @@ class OneDNNModel(nn.Module):
                 if key in self._plans:
                     self._plans.move_to_end(key)
         return runner(values)
+
+    @staticmethod
+    def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
+        return (id(segment), torch.get_num_threads(), *map(_key, values))
 
     def _compiled(self, segment: Segment, key: tuple, values: list[Any]) -> Sequence[Any]:
         with self._lock:
@@ -252,6 +257,28 @@ class OneDNNModel(nn.Module):
             "segments": "\n".join(f"{len(p.nodes)} nodes" if isinstance(p, Segment) else p.name for p in self._parts),
             "plan": "\n".join(map(str, steps)),
         }
+
+    def timed(self, args: tuple, kwargs: dict[str, Any], repeats: int) -> list[tuple]:
+        """For ``profile``: (op, kernel, what it computes, shape, microseconds, multiply-accumulates) of each step."""
+        self(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        env: dict[fx.Node, Any] = dict(zip(self._placeholders, bound.args, strict=True))
+        rows: list[tuple] = []
+        for part in self._parts:
+            if not isinstance(part, Segment):
+                start = time.perf_counter()
+                env[part] = self._one(part, env)
+                rows.append((part.meta.get("op") or part.name, str(part.target), str(part.target), (),
+                             (time.perf_counter() - start) * 1e6, 0))  # fmt: skip
+                continue
+            values = [env[n] for n in part.inputs]
+            env.update(zip(part.outputs, self._segment(part, values), strict=True))
+            runner = self._plans[self._key_of(part, values)]
+            instance = runner.take()
+            times = instance.timed(values, repeats)
+            rows += [(*step.described(), us, step.macs) for step, us in zip(runner.plan.steps, times, strict=True)]
+        return rows
 
     def extra_repr(self) -> str:
         partitions = sum(isinstance(m, Partition) for m in self.lowering.modules.values())

@@ -162,10 +162,15 @@ class Instance:
         if all(value.buffer.kind in FIXED for value in values):
             fixed = walk(lambda leaf: self._tensor(leaf) if isinstance(leaf, Value) else leaf, tree)
             return lambda: fixed
-        prepared = walk(lambda leaf: _Reads(self, leaf) if isinstance(leaf, Value) else leaf, tree)
+        prepared = walk(self._prepared_argument, tree)
         if isinstance(prepared, tuple) and not any(isinstance(a, (list, tuple, dict, slice)) for a in prepared):
             return lambda: [a() if type(a) is _Reads else a for a in prepared]
         return lambda: walk(lambda leaf: leaf() if type(leaf) is _Reads else leaf, prepared)
+
+    def _prepared_argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        return self._tensor(leaf) if leaf.buffer.kind in FIXED else _Reads(self, leaf)
 
     def _calls(self, step: TorchStep) -> Callable[[], None]:
         function, args, kwargs = step.function, self._resolved(step.args), self._resolved(step.kwargs)

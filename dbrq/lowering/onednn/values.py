@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import Desc, Primitive, row_major
+from .binding import Arg, Desc, Primitive, row_major
 
 
 class Kind(enum.Enum):
@@ -119,6 +119,10 @@ class PrimitiveStep:
     words: str
     macs: int = 0
 
+    def described(self) -> tuple[str, str, str, tuple[int, ...]]:
+        """Op, kernel, what it computes, and the shape of its result."""
+        return self.op, self.primitive.implementation, self.words, self.places[Arg.DST].desc.shape or ()
+
 
 @dataclass(frozen=True)
 class TorchStep:
@@ -134,6 +138,12 @@ class TorchStep:
     kwargs: dict[str, Any]
     results: tuple[tuple[int, Buffer, tuple[int, ...]], ...]
     op: str
+    macs = 0
+
+    def described(self) -> tuple[str, str, str, tuple[int, ...]]:
+        """Op, function, what it computes, and the shape of its result."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return self.op, f"torch: {name}", name, self.results[0][2] if self.results else ()
 
 
 Step = PrimitiveStep | TorchStep
