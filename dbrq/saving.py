@@ -15,6 +15,7 @@ from torch import nn
 
 from .attachment import state_of
 from .errors import LoadError, QuantizationError
+from .lowering.onednn import OneDNNModel
 from .report import LOWERED_REPORT
 
 _FORMAT = "dbrq"
@@ -26,8 +27,9 @@ _LABEL = "dbrq.json"
 def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write a converted or lowered model to ``path``.
 
-    A converted model is saved with its class by reference. A lowered one is saved as ``torch.jit.save`` does it, so
-    ``torch.jit.load`` reads the file too, in processes without dbrq.
+    A converted model is saved with its class by reference. A model lowered to torchscript is saved as
+    ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to onednn
+    keeps graph and weights; plans are made again for the shapes that come.
 
     Raises:
         QuantizationError: the model is neither.
@@ -54,6 +56,8 @@ def _writer(model: Any) -> Callable[[str], None]:
     if isinstance(model, torch.jit.ScriptModule) and hasattr(model, LOWERED_REPORT):
         return lambda path: _quietly(torch.jit.save, model, path, _extra_files={_LABEL: json.dumps(label)})
     state = state_of(model) if isinstance(model, nn.Module) else None
+    if isinstance(model, OneDNNModel):
+        return lambda path: torch.save({**label, "model": model}, path)
     if state is None or state.token.phase != "int8":
         raise QuantizationError(
             "save takes converted and lowered models", got=type(model).__name__, hint="call dbrq.convert first"

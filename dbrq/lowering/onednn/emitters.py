@@ -7,6 +7,7 @@ An emitter gets the builder, the partition and its head's arguments, and returns
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -259,14 +260,12 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
     dtype = b.dtype if p.out is None else torch.uint8
     bias = parameters.bias(zero_point_in_bias)
     e, dst = Epilogue(), None
+    read = Counter(operands[s.operand].value.buffer for s in p.steps if isinstance(s, With))
+    read[src.buffer] += 1
     for i, step in enumerate(p.steps):
-        given = operands[step.operand] if isinstance(step, With) else None
-        if (
-            dst is None
-            and given is not None
-            and step.alg is Alg.ADD
-            and _may_overwrite(b, given, operands, shape, strides, dtype)
-        ):  # type: ignore[union-attr]
+        given = operands[step.operand] if isinstance(step, With) and step.alg is Alg.ADD else None
+        alone = given is not None and read[given.value.buffer] == 1
+        if dst is None and alone and _may_overwrite(b, given.value, shape, strides, dtype):
             e.sum(given.value, given.qparams)
             dst = given.value.like(shape, strides)
         else:
@@ -288,18 +287,12 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
     return dst
 
 
-def _may_overwrite(b: Builder, given: Given, operands: list[Any], shape: tuple[int, ...], strides: tuple[int, ...],
-                   dtype: torch.dtype) -> bool:  # fmt: skip
-    value = given.value
-    others = [o for o in operands if isinstance(o, Given) and o is not given]
+def _may_overwrite(
+    b: Builder, value: Value, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> bool:
+    """Whether a value that is added may become the result: it looks like one, and nothing reads it afterwards."""
     return (
-        value.dtype is dtype
-        and math.prod(value.shape) == math.prod(shape)
-        and len(value.shape) == len(shape)
-        and value.shape == shape
-        and same_layout(shape, value.strides, strides)
-        and b.dies(value)
-        and all(o.value.buffer is not value.buffer for o in others)
+        value.dtype is dtype and value.shape == shape and same_layout(shape, value.strides, strides) and b.dies(value)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import operator
 from collections.abc import Callable, Mapping
@@ -62,6 +63,8 @@ def _name(function: Any) -> str:
 def _function(name: str) -> Callable:
     """The function of a qualified name."""
     parts = name.split(".")
+    if len(parts) == 1:
+        return getattr(builtins, name)
     if parts[:2] == ["torch", "ops"]:
         return operator.attrgetter(".".join(parts[1:]))(torch)
     for i in range(len(parts) - 1, 0, -1):

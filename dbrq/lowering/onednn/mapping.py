@@ -387,6 +387,8 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
                         qparams=chain.out or last.meta.get("qparams"), op=head.meta.get("op"))  # fmt: skip
     lowering.replace(last, new)
     for node in chain.nodes[1:]:
+        if is_quantize(node):  # of whoever reads it
+            continue
         if (op := node.meta.get("op")) is not None and op != head.meta.get("op"):
             lowering.kernels.setdefault(op, f"fused into {head.meta.get('op') or head.name}")
     return f"onednn: {partition.words}"

@@ -1,0 +1,36 @@
+"""Float Inductor, and PT2E with the x86 quantizer (torchao), both frozen. Needs a C++ compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .worker import call
+
+
+def variants(name: str, model: nn.Module, calibration: list[Any], item: Any, threads: int) -> Iterator[tuple]:
+    import torch._inductor.config as config
+
+    config.freezing = True
+    torch._dynamo.reset()
+    compiled = torch.compile(model)
+    yield "float Inductor", lambda: call(compiled, item)
+    quantized = torch.compile(_pt2e(name, model, calibration, item))
+    yield "PT2E + Inductor", lambda: call(quantized, item)
+
+
+def _pt2e(name: str, model: nn.Module, calibration: list[Any], item: Any) -> nn.Module:
+    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as xiq
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    args, kwargs = ((item,), {}) if isinstance(item, Tensor) else ((), dict(item))
+    strict = name.startswith(("resnet", "mobilenet"))
+    exported = torch.export.export(model, args, kwargs, strict=strict).module()
+    quantizer = xiq.X86InductorQuantizer().set_global(xiq.get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(exported, quantizer)
+    for given in calibration:
+        call(prepared, given)
+    return convert_pt2e(prepared)
