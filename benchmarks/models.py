@@ -20,9 +20,10 @@ from torch import Tensor, nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-_stub_ops = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _stub_ops.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if torch.version.cuda is None:  # torchvision's compiled ops load beside a CUDA build only
+    _stub_ops = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _stub_ops.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 @dataclass

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
+from ..attachment import state_of
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record
+from ..workflow import convert, prepare
 from . import shared, torchscript
 from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, fold_constants, sizes_of_integers, verify
@@ -40,10 +43,13 @@ def lower(
     """A converted model as a graph of fused int8 kernels.
 
     Args:
-        quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. Weights are packed for these
-            shapes; other shapes run, other image sizes perhaps slower.
+        quantized: what ``convert`` returned, or a float model, all of which then stays float. It is not changed.
+        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. For torchscript weights are packed for
+            these shapes; other shapes run, other image sizes perhaps slower. For onednn each shape has a plan of its
+            own, made when it is seen first.
         backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
+            "onednn": oneDNN's own kernels, called without torch in between; faster, and run from Python
+            (``pip install dbrq[onednn]``).
         dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
         verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.
 
@@ -53,6 +59,7 @@ def lower(
     Raises:
         RewriteError: one graph cannot stand for the model, for the reason and the line that it names.
         ConfigurationError: no such backend or dtype.
+        OneDNNError: libdnnl is not installed.
 
     >>> import dbrq
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -64,6 +71,10 @@ def lower(
         raise ConfigurationError("there is no such backend", expected=" or ".join(BACKENDS), got=backend)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
+    if isinstance(quantized, nn.Module) and state_of(quantized) is None:
+        float_only = QConfigMapping().set_global(None)  # type: ignore[arg-type]
+        prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)
+        quantized = convert(prepared, inplace=True)
     recording = record(quantized, example_inputs, example_kwargs)
     if backend == "onednn":
         return _on_onednn(recording, quantized, dtype, verbose)

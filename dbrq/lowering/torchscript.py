@@ -8,7 +8,6 @@ and ``dequantize``.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from .engine import (
     qparams_of,
     row_of,
 )
+from .mutation import may_alias
 from .shared import (
     DEQUANTIZE_WEIGHT,
     DYNAMIC_LINEAR,
@@ -347,7 +347,7 @@ def own_accumulators(lowering: Lowering) -> None:
         other = node.args[1]
         fresh = other.op == "call_module" or is_call(other, script.dequantize) or is_call(other, script.max_pool)
         last = all(order[user] < order[node] for user in other.users if user is not node)
-        alone = not any(_may_alias(user) for user in other.users)
+        alone = not any(may_alias(user) for user in other.users)
         uses = lowering.graph.find_nodes(op="call_module", target=node.target)
         if fresh and last and alone and node.args[0] is not other and len(uses) == 1:
             kernel.owned = True
@@ -388,17 +388,6 @@ def merge_linears(lowering: Lowering) -> None:
         for node, part in zip(group, parts, strict=True):
             lowering.replace(node, part)
         lowering.note("merge_linears", whole, "one kernel for " + ", ".join(u.target for u in group))
-
-
-def _may_alias(user: fx.Node) -> bool:
-    if user.op == "output" or user.meta.get("writes"):
-        return True
-    row = row_of(user)
-    return (
-        (row is not None and row.role is Role.PASS)
-        or is_call(user, operator.getitem)
-        or (row is None and user.op == "call_method" and user.target not in ("size", "numel"))
-    )
 
 
 def problem(lowering: Lowering, node: fx.Node) -> str:

@@ -68,13 +68,20 @@ class Builder:
         tensor: path -> tensor that the model holds.
         packed: the model's packed weights.
         dtype: of float results inside.
-        mutable: the graph writes to memory, so that nothing may be computed once or kept.
+        mutable: the graph writes to memory, so that no intermediate value may be kept or written over.
+        written: paths of the tensors that it writes to.
     """
 
     def __init__(
-        self, tensor: Callable[[str], Tensor], packed: PackedWeights, dtype: torch.dtype, mutable: bool
+        self,
+        tensor: Callable[[str], Tensor],
+        packed: PackedWeights,
+        dtype: torch.dtype,
+        mutable: bool = False,
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self.held, self.packed, self.dtype, self.mutable = tensor, packed, dtype, mutable
+        self.written = written
         self.steps: list[Step] = []
         self.buffers: list[Buffer] = []
         self.op, self.words = "", ""
@@ -104,9 +111,8 @@ class Builder:
     def attribute(self, path: str) -> Value:
         """A tensor that the model holds."""
         if path not in self._attributes:
-            self._attributes[path] = self._wrapped(
-                self.held(path).detach(), Kind.STATE if self.mutable else Kind.CONSTANT
-            )
+            kind = Kind.STATE if path in self.written else Kind.CONSTANT
+            self._attributes[path] = self._wrapped(self.held(path).detach(), kind)
         return self._attributes[path]
 
     def numbers(self, *values: float, dtype: torch.dtype = torch.float32) -> Value:

@@ -48,6 +48,7 @@ def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
                 raise Unsupported(f"an operand is {given.value.dtype}")
             if not given.value.numel:
                 raise Unsupported("an operand is empty")
+    operands = [_expressible(b, given) for given in operands]
 
     def resolved(argument: Any) -> Any:
         if isinstance(argument, Operand):
@@ -64,6 +65,20 @@ def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
         return result
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
+
+
+def _expressible(b: Builder, given: Any) -> Any:
+    """An operand in a layout that oneDNN takes: gaps between rows must hold whole rows."""
+    if not isinstance(given, Given):
+        return given
+    step = 0
+    for stride, size in sorted(
+        (s, n) for s, n in zip(given.value.strides, given.value.shape, strict=True) if n > 1 and s
+    ):
+        if stride < step:
+            return Given(b.call(torch.clone, (given.value,), {"memory_format": torch.contiguous_format}), given.qparams)
+        step = stride * size
+    return given
 
 
 def _float(b: Builder, given: Any) -> Value:
@@ -650,15 +665,14 @@ def _quantize(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
         raise Unsupported(f"it reads {value.dtype}")
     if (out.quant_min, out.quant_max) != (0, 255):
         return _chain(b, given, [], operands, out)
-    last = p.channels_last and len(value.shape) > 2
-    strides = channels_last(value.shape) if last else in_order(value.shape, value.strides)
-    return b.reordered(_without_repeats_copied(b, value), torch.uint8, strides, given.qparams, out)
-
-
-def _without_repeats_copied(b: Builder, value: Value) -> Value:
-    if 0 in value.strides and any(s == 0 and n > 1 for s, n in zip(value.strides, value.shape, strict=True)):
-        raise Unsupported("it reads repeated elements")
-    return value
+    once = _without_repeats(value)
+    last = p.channels_last and len(once.shape) > 2
+    strides = channels_last(once.shape) if last else in_order(once.shape, once.strides)
+    result = b.reordered(once, torch.uint8, strides, given.qparams, out)
+    if once is value:
+        return result
+    repeated = zip(result.strides, value.strides, value.shape, strict=True)
+    return result.like(value.shape, tuple(0 if s == 0 and n > 1 else r for r, s, n in repeated))
 
 
 def _dequantize(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:

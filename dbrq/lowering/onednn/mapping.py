@@ -30,6 +30,7 @@ from ..engine import (
     only_user,
     qparams_of,
 )
+from ..mutation import written_attributes
 from ..shared import DYNAMIC_LINEAR, MOVES, SILU, WEIGHT_ONLY_LINEAR, fine
 from .binding import Alg
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
@@ -142,7 +143,7 @@ def _number(lowering: Lowering, value: Any) -> float | None:
         return float(value)
     if isinstance(value, fx.Node) and value.op == "get_attr" and _is_float(value):
         tensor = lowering.tensor(value)
-        if tensor.numel() == 1 and not any(n.meta.get("writes") for n in lowering.graph.nodes):
+        if tensor.numel() == 1 and value.target not in written_attributes(lowering.graph):
             return float(tensor)
     return None
 
@@ -359,9 +360,9 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
             return operand(value.args[0], qparams_of(value))  # type: ignore[arg-type]
         if is_weight(value):
             return Weight(value.args[0].target, value.args[1].target)  # type: ignore[union-attr]
-        return Weight(value.target) if _is_held(value) and not written else operand(value, None)  # type: ignore[arg-type]
+        return Weight(value.target) if _is_held(value) and value.target not in written else operand(value, None)  # type: ignore[arg-type]
 
-    written = any(n.meta.get("writes") for n in lowering.graph.nodes)
+    written = written_attributes(lowering.graph)
     bound = chain.bound
     # An operand's qparams are of uint8 that it dequantizes itself; where the head is a dequantize, that is the head.
     arguments = (

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from ...graph import leaves, remove_dead, walk
 from ...report import LOWERED_REPORT
 from ..engine import Lowering, fold_constants, sizes_of_integers
+from ..mutation import reduce_mutation, written_attributes
 from ..shared import add_masks_once, free_of_strides
 from . import mapping
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
@@ -71,6 +72,7 @@ class OneDNNModel(nn.Module):
         self._placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
         self.mutable = any(n.meta.get("writes") for n in self.lowering.graph.nodes)
+        self._written = written_attributes(self.lowering.graph)
         self._signature = inspect.Signature(
             [
                 inspect.Parameter(n.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -172,7 +174,7 @@ class OneDNNModel(nn.Module):
 
     def _traced(self, segment: Segment, values: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
         """The plan of a segment, and what it gives for these values."""
-        b = Builder(self._tensors.__getitem__, self._packed, self.dtype, self.mutable)
+        b = Builder(self._tensors.__getitem__, self._packed, self.dtype, self.mutable, self._written)
         inputs = [b.input(v) for v in values]
         env: dict[fx.Node, Any] = dict(zip(segment.inputs, inputs, strict=True))
         last = _last_readers(segment.nodes, (*segment.inputs, *segment.nodes), segment.outputs)
@@ -307,6 +309,7 @@ class OneDNNModel(nn.Module):
 
 def mapped(lowering: Lowering) -> None:
     """All stages that do not depend on shapes: what is constant is computed, and partitions replace what they compute."""
+    reduce_mutation(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)
     mapping.quantize_before_moves(lowering)
