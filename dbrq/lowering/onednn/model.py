@@ -25,6 +25,7 @@ from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit
 from .graphs import Segment, as_data, dynamic_nodes, from_data, segments_of
 from .library import library
+from .op import scriptable
 from .partitions import Partition
 from .plans import Runner
 from .values import Value
@@ -69,7 +70,7 @@ class OneDNNModel(nn.Module):
         self._tensors: dict[str, Any] = {
             n.target: self.lowering.tensor(n) for n in _all_nodes(self.lowering) if n.op == "get_attr"
         }  # type: ignore[misc]
-        self._placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
+        self.placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
         self.mutable = any(n.meta.get("writes") for n in self.lowering.graph.nodes)
         self._written = written_attributes(self.lowering.graph)
@@ -77,7 +78,7 @@ class OneDNNModel(nn.Module):
             [
                 inspect.Parameter(n.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
                                   default=n.args[0] if n.args else inspect.Parameter.empty)
-                for n in self._placeholders
+                for n in self.placeholders
             ]
         )  # fmt: skip
         self._cut(dynamic)
@@ -90,21 +91,35 @@ class OneDNNModel(nn.Module):
     # Calling
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != len(self._placeholders):
+        if kwargs or len(args) != len(self.placeholders):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
+        result = self.plain(args)
+        return result if self._returned is None else self._returned(result)
+
+    def plain(self, args: Sequence[Any]) -> Any:
+        """``forward`` for all of the graph's inputs, in order; the result is in plain containers."""
         with torch.no_grad():
             try:
-                result = self._run(args)
+                return self._run(args)
             except DynamicShapes:
                 self._find_dynamic(args)
-                result = self._run(args)
-        return result if self._returned is None else self._returned(result)
+                return self._run(args)
+
+    def scriptable(self, *example_inputs: Any) -> fx.GraphModule:
+        """A module for ``torch.jit.script`` or inside scripted modules, which calls this model as ``dbrq::run``.
+
+        It works in this process, as long as this model is kept. Inputs and outputs must be tensors.
+
+        Args:
+            example_inputs: one call's inputs, to see what comes back.
+        """
+        return scriptable(self, self.plain(example_inputs))
 
     def _run(self, args: Sequence[Any]) -> Any:
         parts = self._parts
-        env: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.placeholders, args, strict=True))
         for part in parts:
             if isinstance(part, Segment):
                 values = [env[n] for n in part.inputs]
@@ -162,7 +177,7 @@ class OneDNNModel(nn.Module):
         args = copy.deepcopy(list(args))
         kept = {name: t.clone() for name, t in self.named_buffers()} if self.mutable else {}
         with self._lock:
-            found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self._placeholders, args, strict=True)))
+            found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
             if found <= self._dynamic:
                 raise RuntimeError("dbrq: an op's result depends on values in a way that no plan can follow")
             self._cut(found | self._dynamic)
@@ -265,7 +280,7 @@ class OneDNNModel(nn.Module):
         self(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        env: dict[fx.Node, Any] = dict(zip(self._placeholders, bound.args, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.placeholders, bound.args, strict=True))
         rows: list[tuple] = []
         for part in self._parts:
             if not isinstance(part, Segment):

@@ -1,0 +1,64 @@
+"""A lowered model as an op of torch, ``dbrq::run``, so that scripted graphs of this process can hold it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...containers import tree_leaves, tree_map
+from ...errors import RewriteError
+
+if TYPE_CHECKING:
+    from .model import OneDNNModel
+
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Defines the op, once for the process."""
+    library = torch.library.Library("dbrq", "DEF")
+    library.define("run(int model, Tensor[] inputs) -> Tensor[]")
+    library.impl("run", _run, "CompositeExplicitAutograd")
+    return library
+
+
+def _run(number: int, inputs: list[Tensor]) -> list[Tensor]:
+    model = _models.get(number)
+    if model is None:
+        raise RuntimeError("dbrq::run: the model is gone; keep it as long as scripted graphs call it")
+    return [leaf for leaf in tree_leaves(model.plain(inputs)) if isinstance(leaf, Tensor)]
+
+
+def scriptable(model: OneDNNModel, outputs: Any) -> fx.GraphModule:
+    """A module that ``torch.jit.script`` takes and that calls ``model``, as long as somebody keeps that.
+
+    Args:
+        outputs: what the model's graph returns, in nested containers: ``None`` for what is no tensor.
+    """
+    _library()
+    number = next(_numbers)
+    _models[number] = model
+    graph = fx.Graph()
+    names = [n.name for n in model.placeholders]
+    if any(n.meta.get("dtype") is None for n in model.placeholders):
+        raise RewriteError("a scripted graph gives tensors only", got=f"inputs {', '.join(names)}")
+    inputs = [graph.placeholder(name, Tensor) for name in names]
+    results = graph.call_function(torch.ops.dbrq.run, (number, inputs))
+    count = itertools.count()
+
+    def part(leaf: Any) -> Any:
+        return graph.call_function(_item, (results, next(count))) if isinstance(leaf, Tensor) else leaf
+
+    graph.output(tree_map(part, outputs))
+    return fx.GraphModule(nn.Module(), graph, class_name="ScriptableOneDNN")
+
+
+def _item(results: list[Tensor], index: int) -> Tensor:
+    return results[index]
