@@ -25,7 +25,8 @@ from ..rewriter import Recording, record
 from ..workflow import convert, prepare
 from . import shared, torchscript
 from .bfloat16 import in_bfloat16
-from .engine import DEBUG, Lowering, fold_constants, sizes_of_integers, verify
+from .cleanup import fold_constants, sizes_of_integers
+from .engine import DEBUG, Lowering, verify
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn")

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
 from ..mappings import Role
+from .cleanup import may_alias
 from .engine import (
     Lowering,
     Predicate,
@@ -28,7 +29,6 @@ from .engine import (
     qparams_of,
     row_of,
 )
-from .mutation import may_alias
 from .shared import (
     DEQUANTIZE_WEIGHT,
     DYNAMIC_LINEAR,

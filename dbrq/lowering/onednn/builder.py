@@ -88,7 +88,7 @@ class Builder:
         self.scratchpad = 0
         self._attributes: dict[str, Value] = {}
         self._constants: dict[Any, Value] = {}
-        self._derived: dict[tuple, Value] = {}
+        self._derived: dict[tuple, Any] = {}
         self._passing: list[Buffer] = []  # of this call only
         self._dying: Counter[Buffer] = Counter()
         self._alive: Counter[Buffer] = Counter()
@@ -157,11 +157,12 @@ class Builder:
         for buffer in buffers:
             buffer.last = len(self.steps)
 
-    def derived(self, key: tuple, make: Callable[[], Value]) -> Value:
-        """A value computed from another, once for all that ask for it; ``key`` starts with the other's buffer."""
+    def derived(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Values computed from another, once for all that ask for them; ``key`` starts with the other's buffer."""
         if self.mutable:
             return make()
-        if key not in self._derived or self._derived[key].buffer.tensor is None:
+        found = self._derived.get(key)
+        if found is None or any(isinstance(v, Value) and v.buffer.tensor is None for v in leaves(found)):
             self._derived[key] = make()
         return self._derived[key]
 
@@ -211,15 +212,19 @@ class Builder:
 
     # torch
 
-    def call(self, function: Callable, args: tuple, kwargs: dict, writes: bool = False) -> Any:
-        """Call torch now and, unless the result is known already or is a view, in every call."""
+    def call(self, function: Callable, args: tuple, kwargs: dict, writes: bool = False, watch: bool = True) -> Any:
+        """Call torch now and, unless the result is known already or is a view, in every call.
+
+        Args:
+            watch: refuse functions whose result depends on more than shapes.
+        """
         values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
         if any(v.dtype is torch.bfloat16 for v in values) and self.dtype is torch.bfloat16:
             args, kwargs = walk(self._narrowed, (args, kwargs))
         given, options = walk(lambda leaf: self.tensor(leaf) if isinstance(leaf, Value) else leaf, (args, kwargs))
         with Watching() as watched:
             result = function(*given, **options)
-        if watched.dynamic:
+        if watch and watched.dynamic:
             raise DynamicShapes(watched.dynamic)
         fixed = all(v.buffer.kind is Kind.CONSTANT for v in values) and not writes and not watched.random
         fresh: list[tuple[int, Buffer, tuple[int, ...]]] = []

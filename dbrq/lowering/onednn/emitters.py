@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import QParams, ints, script
+from ...kernels import QParams, ints
 from . import binding
 from .binding import Alg, Arg, Desc, Primitive
 from .builder import Builder, Unsupported
@@ -22,7 +22,7 @@ from .epilogue import Epilogue, Given
 from .layouts import Rows, channels_last, in_order, is_dense, same_layout
 from .library import OneDNNError
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
-from .values import Place, Value
+from .values import Kind, Place, Value
 
 Emitter = Callable[[Builder, Partition, list[Any], list[Any]], Value]
 
@@ -65,6 +65,18 @@ def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
         return result
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
+
+
+def emit_conversion(b: Builder, value: Value, qparams: QParams, to_int8: bool) -> Value:
+    """Quantize a float value, or dequantize a uint8 one.
+
+    Raises:
+        Unsupported: it has another type, or is empty.
+    """
+    if not value.numel or value.dtype not in (_FLOATS if to_int8 else (torch.uint8,)):
+        raise Unsupported(f"it reads {value.dtype}")
+    value = _expressible(b, Given(value)).value
+    return _quantized(b, value, qparams) if to_int8 else b.as_float(value, qparams)
 
 
 def _expressible(b: Builder, given: Any) -> Any:
@@ -477,14 +489,13 @@ def _attention(b: Builder, p: Partition, arguments: list[Any], operands: list[An
     macs = math.prod(scores_shape)
     e = Epilogue()
     e.linear(scale if scale is not None else 1 / math.sqrt(q.shape[-1]), 0.0)
+    dead = None
+    if isinstance(mask, Weight):
+        mask = Given(b.attribute(mask.path))
     if isinstance(mask, Given):
-        added = mask.value
-        if added.dtype is torch.bool:
-            added = b.derived((added.buffer, added.offset, added.shape, added.strides, "mask"),
-                              lambda: b.call(script.additive_mask, (mask.value, torch.float32), {}))  # fmt: skip
+        key = (mask.value.buffer, mask.value.offset, mask.value.shape, mask.value.strides)
+        added, *dead = b.derived((*key, "mask"), lambda: b.call(_added_mask, (mask.value, b.dtype), {}))
         e.steps(b, [With(Alg.ADD, 0)], [Given(added)], _fitted_to(b, scores_shape, binding.row_major(scores_shape)))
-    elif mask is not None:
-        raise Unsupported("its mask is a parameter")
     if causal:
         upper = b.constant(("causal", scores_shape[-2:], b.dtype), lambda: torch.full(
             scores_shape[-2:], -math.inf).triu(1).to(b.dtype))  # fmt: skip
@@ -506,7 +517,29 @@ def _attention(b: Builder, p: Partition, arguments: list[Any], operands: list[An
     result = b.new(shape, b.dtype, strides)
     second = binding.matmul(scores.desc, v.desc, None, result.desc, plain)
     b.run(_checked(second, macs), {Arg.SRC: scores, Arg.WEIGHTS: v, Arg.DST: result}, macs * v.shape[-1])
+    if dead is not None and not (dead[1].buffer.kind is Kind.CONSTANT and not b.tensor(dead[1])):
+        b.call(_clear, (result, *dead), {}, writes=True, watch=False)
     return result
+
+
+def _added_mask(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What is added to scores, which queries may attend to nothing, and whether any may not.
+
+    Those get no mask, since softmax of nothing is NaN; torch gives zeros for them.
+    """
+    if mask.dtype is torch.bool:
+        dead = mask.any(-1, keepdim=True).logical_not_()
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
+    else:
+        dead = (mask == -math.inf).all(-1, keepdim=True)
+        added = mask.to(dtype, copy=True)
+    return added.masked_fill_(dead, 0.0), dead, dead.any()
+
+
+def _clear(result: Tensor, dead: Tensor, any_dead: Tensor) -> None:
+    """What queries get that may attend to nothing."""
+    if any_dead:
+        result.masked_fill_(dead, 0.0)
 
 
 def _repeated(b: Builder, value: Value) -> Value:
@@ -646,6 +679,24 @@ def _of_two(b: Builder, x: Given, first: With, steps: Sequence[Step], operands: 
     primitive = binding.binary(first.alg, one.desc, two.desc, dst.desc, e.attributes)
     b.run(_checked(primitive, one.numel), {**e.places, Arg.SRC: one, Arg.SRC_1: two, Arg.DST: dst})
     return dst
+
+
+def _batch_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    """With running statistics: a factor and a shift for each channel."""
+    x, mean, variance, weight, bias, training, _, epsilon = arguments[:8]
+    held = (mean, variance, *(w for w in (weight, bias) if w is not None))
+    if training or not isinstance(x, Given) or not all(isinstance(w, Weight) for w in held):
+        raise Unsupported("its statistics are computed")
+    norm = BatchNorm(mean.path, variance.path, weight and weight.path, bias and bias.path, float(epsilon))
+    shape = (1, -1, *[1] * (len(x.value.shape) - 2))
+
+    def constant(what: str, number: int) -> Given:
+        ones = torch.ones(b.held(norm.mean).shape[0], 1)
+        return Given(b.constant((norm, what, shape), lambda: _folded(ones, None, b, norm)[number].reshape(shape)))
+
+    added = [*operands, constant("factor", 0), constant("shift", 1)]
+    first = [With(Alg.MUL, len(operands)), With(Alg.ADD, len(operands) + 1)]
+    return _chain(b, Given(_float(b, x)), [*first, *p.steps], added, p.out)
 
 
 def _quantized(b: Builder, value: Value, out: QParams) -> Value:
@@ -834,5 +885,6 @@ EMITTERS: dict[str, Emitter] = {
     **{f"avg_pool{n}d": _average_pool for n in (1, 2, 3)},
     **{f"adaptive_avg_pool{n}d": _adaptive_pool for n in (1, 2, 3)},
     "mean": _mean,
+    "batch_norm": _batch_norm,
     "cat": _concat,
 }

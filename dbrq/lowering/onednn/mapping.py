@@ -18,6 +18,7 @@ from torch import fx
 from ...graph import DEQUANTIZE, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
+from ..cleanup import written_attributes
 from ..engine import (
     Lowering,
     Rewrite,
@@ -30,7 +31,6 @@ from ..engine import (
     only_user,
     qparams_of,
 )
-from ..mutation import written_attributes
 from ..shared import DYNAMIC_LINEAR, MOVES, SILU, WEIGHT_ONLY_LINEAR, fine
 from .binding import Alg
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
@@ -153,7 +153,9 @@ def _number(lowering: Lowering, value: Any) -> float | None:
 
 def _takes(row: OpRow) -> bool:
     """Whether other tensors may join behind a head."""
-    return row.role is Role.COMPUTE or row.name.startswith("conv_transpose") or row.name == "elementwise"
+    return (
+        row.role is Role.COMPUTE or row.name.startswith("conv_transpose") or row.name in ("elementwise", "batch_norm")
+    )
 
 
 def _fits(other: fx.Node, shape: Sequence[int], row: OpRow) -> bool:
@@ -161,7 +163,7 @@ def _fits(other: fx.Node, shape: Sequence[int], row: OpRow) -> bool:
     sizes = tuple(other.meta.get("shape", ()))
     if sizes == tuple(shape):
         return True
-    if row.name in ("elementwise", "matmul"):
+    if row.name in ("elementwise", "matmul", "batch_norm"):
         return len(sizes) <= len(shape)
     if len(sizes) > len(shape):
         return False
@@ -216,7 +218,7 @@ def _is_held(node: Any) -> bool:
 _HEADS = frozenset(
     [*(f"{name}{n}d" for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool")
        for n in (1, 2, 3)),
-     "linear", "matmul", "scaled_dot_product_attention", "layer_norm", "softmax", "log_softmax", "mean", "cat"]
+     "batch_norm", "linear", "matmul", "scaled_dot_product_attention", "layer_norm", "softmax", "log_softmax", "mean", "cat"]
 )  # fmt: skip
 
 

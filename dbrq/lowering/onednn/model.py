@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -17,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from ...graph import leaves, remove_dead, walk
 from ...report import LOWERED_REPORT
-from ..engine import Lowering, fold_constants, sizes_of_integers
-from ..mutation import reduce_mutation, written_attributes
+from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
+from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..shared import add_masks_once, free_of_strides
 from . import mapping
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
-from .emitters import emit
+from .emitters import emit, emit_conversion
 from .graphs import Segment, as_data, dynamic_nodes, from_data, segments_of
 from .library import library
 from .op import scriptable
@@ -127,7 +128,7 @@ class OneDNNModel(nn.Module):
                 env.update(zip(part.outputs, results, strict=True))
             else:
                 env[part] = self._one(part, env)
-        return fx.map_arg(self._output.args[0], env.__getitem__)
+        return walk(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, self._output.args[0])
 
     def _segment(self, segment: Segment, values: list[Any]) -> Sequence[Any]:
         key = self._key_of(segment, values)
@@ -228,6 +229,9 @@ class OneDNNModel(nn.Module):
             except Unsupported as reason:
                 self._note_unfit(module, str(reason))
             return self._referred(b, module, args)
+        if (is_quantize(node) or is_dequantize(node)) and isinstance(args[0], Value):
+            with contextlib.suppress(Unsupported):
+                return emit_conversion(b, args[0], qparams_of(node), is_quantize(node))
         if not any(isinstance(leaf, Value) for leaf in leaves((args, kwargs))) and _is_arithmetic(node):
             return node.target(*args, **kwargs)  # type: ignore[operator]
         return b.call(_callable(node, args), tuple(args), kwargs, writes)

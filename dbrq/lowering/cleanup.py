@@ -1,15 +1,19 @@
-"""Mutation reduction: ops in place become ops that return a new value, wherever nobody could tell."""
+"""What is done to a graph before its patterns are looked for: ops in place become ops that return a new value, wherever
+nobody could tell; constants are computed; sizes are read where they are known first.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from ..graph import is_impure
 from ..mappings import Role
-from .engine import Lowering, row_of
+from .engine import Lowering, is_dequantize, is_weight, row_of
 
 _OPERATORS: dict[Callable, Callable] = {
     operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
@@ -107,3 +111,48 @@ def _out_of_place(node: fx.Node) -> bool:
         node.target = counterpart
         return True
     return False
+
+
+def fold_constants(lowering: Lowering) -> None:
+    """Compute what depends on no input once, now."""
+    graph = lowering.graph
+    written = written_attributes(graph)
+    known: dict[fx.Node, Any] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            if node.target not in written:
+                known[node] = lowering.tensor(node)
+            continue
+        inputs = node.all_input_nodes
+        if node.op not in ("call_function", "call_method") or is_impure(node) or is_weight(node) or not inputs:
+            continue
+        if all(n in known for n in inputs) and not node.meta.get("random"):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+            with torch.no_grad():
+                target = node.target
+                known[node] = (
+                    getattr(args[0], target)(*args[1:], **kwargs)
+                    if isinstance(target, str)
+                    else target(*args, **kwargs)
+                )
+    for node, value in known.items():
+        if node.op == "get_attr" or not isinstance(value, Tensor) or not any(user not in known for user in node.users):
+            continue
+        name = f"folded_{node.name}"
+        lowering.module.register_buffer(name, value.contiguous().clone())
+        with graph.inserting_before(node):
+            attribute = graph.create_node("get_attr", name, name=name)
+        attribute.meta = dict(node.meta)
+        for user in list(node.users):
+            if user not in known:
+                user.replace_input_with(node, attribute)
+    for node in reversed(list(graph.nodes)):
+        if node in known and not node.users:
+            graph.erase_node(node)
+
+
+def sizes_of_integers(lowering: Lowering) -> None:
+    """A dequantized value has the shape of its integers."""
+    for node in lowering.graph.nodes:
+        if node.op == "call_method" and node.target in ("size", "numel") and is_dequantize(node.args[0]):
+            node.replace_input_with(node.args[0], node.args[0].args[0])
