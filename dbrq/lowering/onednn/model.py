@@ -87,6 +87,7 @@ class OneDNNModel(nn.Module):
     def _cut(self, dynamic: frozenset[str]) -> None:
         self._dynamic = dynamic
         self._parts = segments_of(self.lowering.graph, dynamic)
+        self._whole = _alone(self._parts, self.placeholders, self._output)
         self._plans.clear()
 
     # Calling
@@ -119,6 +120,9 @@ class OneDNNModel(nn.Module):
         return scriptable(self, self.plain(example_inputs))
 
     def _run(self, args: Sequence[Any]) -> Any:
+        if self._whole is not None:
+            (result,) = self._segment(self._whole, args)
+            return result
         parts = self._parts
         env: dict[fx.Node, Any] = dict(zip(self.placeholders, args, strict=True))
         for part in parts:
@@ -337,6 +341,15 @@ def mapped(lowering: Lowering) -> None:
     add_masks_once(lowering)
     free_of_strides(lowering)
     remove_dead(lowering.graph)
+
+
+def _alone(parts: Sequence[Any], placeholders: list[fx.Node], output: fx.Node) -> Segment | None:
+    """The one segment that takes the inputs and gives the one output, if that is all there is."""
+    if len(parts) != 1 or not isinstance(parts[0], Segment):
+        return None
+    segment = parts[0]
+    fits = segment.inputs == tuple(placeholders) and segment.outputs == (output.args[0],)
+    return segment if fits else None
 
 
 def _without_code(module: nn.Module) -> nn.Module:

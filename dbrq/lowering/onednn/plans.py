@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...containers import tree_leaves, tree_map
+from ...containers import tree_leaves
 from ...graph import leaves, walk
 from .binding import Memory, arguments
 from .library import failure, library
@@ -98,10 +98,14 @@ class Instance:
             for value in _unique(v for v in tree_leaves(plan.outputs) if isinstance(v, Value))
             if value.buffer.kind is Kind.OUTPUT
         ]
-        self._pointers = {self._slots[buffer]: pairs for buffer, pairs in self._moving.items()}
-        self._input_pairs = [
+        self._inputs = [
             None if buffer is None else (self._slots[buffer], self._moving.get(buffer, ())) for buffer in plan.inputs
         ]
+        self._outputs = [
+            (slot, value.shape, value.strides, value.dtype, self._moving.get(value.buffer, ()))
+            for slot, value in self._new
+        ]
+        self._results = [self._result(output) for output in plan.outputs]
 
     # Preparing
 
@@ -132,7 +136,7 @@ class Instance:
     def _prepared(self, step: PrimitiveStep) -> tuple:
         memories = {arg: self._memory(place) for arg, place in step.places.items()}
         args = arguments(memories)
-        return step.primitive.handle, ctypes.c_int(len(args)), args
+        return step.primitive.handle, library().stream, ctypes.c_int(len(args)), ctypes.byref(args)
 
     def _tensor(self, value: Value) -> Tensor:
         """The tensor of a value that does not move."""
@@ -176,7 +180,7 @@ class Instance:
         function, args, kwargs = step.function, self._resolved(step.args), self._resolved(step.kwargs)
         results = [(i, self._slot(buffer), buffer, shape) for i, buffer, shape in step.results]
         tensors, moving, op = self.tensors, self._moving, step.op
-        set_handle = library().dll.dnnl_memory_set_data_handle
+        set_handle = library().set_handle
 
         def call() -> None:
             result = function(*args(), **kwargs())
@@ -200,51 +204,54 @@ class Instance:
 
     # Executing
 
-    def run(self, inputs: Sequence[Any]) -> Any:
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Execute; returns the outputs in new tensors."""
-        set_handle = library().dll.dnnl_memory_set_data_handle
-        tensors = self.tensors
-        self._start(inputs, set_handle)
+        self._start(inputs)
         for run in self.runs:
             run()
-        outputs = tree_map(self._output, self.plan.outputs) if self.plan.outputs is not None else None
+        results = [result() for result in self._results]
+        tensors = self.tensors
         for slot in range(len(tensors)):
             tensors[slot] = None
-        return outputs
+        return results
 
-    def _start(self, inputs: Sequence[Any], set_handle: Any) -> None:
-        tensors = self.tensors
-        for tensor, pair in zip(inputs, self._input_pairs, strict=True):
-            if pair is not None:
-                slot, pointers = pair
+    def _start(self, inputs: Sequence[Any]) -> None:
+        set_handle, tensors = library().set_handle, self.tensors
+        for tensor, taken in zip(inputs, self._inputs, strict=True):
+            if taken is not None:
+                slot, pointers = taken
                 tensors[slot] = tensor
                 if pointers:
                     address = tensor.data_ptr()
                     for handle, offset in pointers:
                         set_handle(handle, address + offset)
-        for slot, value in self._new:
-            tensors[slot] = tensor = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+        for slot, shape, strides, dtype, pointers in self._outputs:
+            tensors[slot] = tensor = torch.empty_strided(shape, strides, dtype=dtype)
             address = tensor.data_ptr()
-            for handle, offset in self._pointers.get(slot, ()):
+            for handle, offset in pointers:
                 set_handle(handle, address + offset)
 
-    def _output(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Value):
-            return leaf
-        if leaf.buffer.kind in FIXED:
-            return self._tensor(leaf)
-        return self._reader(leaf)()
+    def _result(self, output: Any) -> Callable[[], Any]:
+        """What gives an output at the end of a call."""
+        if isinstance(output, Value):
+            if output.buffer.kind in FIXED:
+                fixed = self._tensor(output)
+                return lambda: fixed
+            return self._reader(output)
+        if any(isinstance(leaf, Value) for leaf in leaves(output)):
+            parts = walk(lambda leaf: self._result(leaf) if isinstance(leaf, Value) else leaf, output)
+            return lambda: walk(lambda leaf: leaf() if callable(leaf) else leaf, parts)
+        return lambda: output
 
     def timed(self, inputs: Sequence[Any], repeats: int) -> list[float]:
         """Microseconds of each step: the least of ``repeats`` executions of the whole."""
-        lib = library()
         best = [float("inf")] * len(self.plan.steps)
         singles: list[Callable[[], None]] = []
         for step in self.plan.steps:
             single = _executes([self._prepared(step)]) if isinstance(step, PrimitiveStep) else self._calls(step)
             singles.append(single)
         for _ in range(repeats):
-            self._start(inputs, lib.dll.dnnl_memory_set_data_handle)
+            self._start(inputs)
             for i, single in enumerate(singles):
                 start = time.perf_counter()
                 single()
@@ -264,13 +271,12 @@ class _Reads:
 
 def _executes(group: list[tuple]) -> Callable[[], None]:
     """Executes primitives in a row: the hot loop."""
-    lib = library()
-    execute, stream = lib.dll.dnnl_primitive_execute, lib.stream
+    execute = library().execute
     group = list(group)
 
     def run() -> None:
-        for primitive, count, args in group:
-            status = execute(primitive, stream, count, args)
+        for arguments in group:
+            status = execute(*arguments)
             if status:
                 raise failure("dnnl_primitive_execute", status)
 
