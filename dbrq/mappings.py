@@ -333,7 +333,8 @@ _FLOAT = [
           "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
           (F.scaled_dot_product_attention,)),
     *(
-        OpRow(name, Role.FLOAT, functions=(getattr(torch, name),), methods=(name,))
+        OpRow(name, Role.FLOAT, functions=(getattr(torch, name),), methods=(name,),
+              operators=(abs,) if name == "abs" else ())
         for name in ("abs", "square", "exp", "sqrt", "round")
     ),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ An emitter gets the builder, the partition and its head's arguments, and returns
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -57,14 +58,36 @@ def emit(b: Builder, partition: Partition, inputs: Sequence[Any]) -> Value:
             return [resolved(item) for item in argument]
         return argument
 
-    emitter = EMITTERS[partition.row.name]
+    arguments = [resolved(a) for a in partition.arguments]
     try:
-        result = emitter(b, partition, [resolved(a) for a in partition.arguments], operands)
-        if partition.out is not None and result.dtype is not torch.uint8:  # not by the primitive itself
-            return _quantized(b, result, partition.out)
-        return result
+        return _emitted(b, partition, arguments, operands)
+    except Unsupported:
+        if len(partition.steps) + (partition.out is not None) + (partition.row.name != "elementwise") < 2:
+            raise
+    return _in_parts(b, partition, arguments, operands)
+
+
+def _emitted(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    try:
+        result = EMITTERS[p.row.name](b, p, arguments, operands)
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
+    if p.out is not None and result.dtype is not torch.uint8:  # not by the primitive itself
+        return _quantized(b, result, p.out)
+    return result
+
+
+def _in_parts(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    """A primitive for the head, and one for each step."""
+    result = arguments[0]
+    if p.row.name != "elementwise":
+        result = Given(_emitted(b, dataclasses.replace(p, steps=(), out=None), arguments, operands))
+    try:
+        for step in p.steps:
+            result = Given(_chain(b, result, [step], operands, None))
+    except OneDNNError as error:
+        raise Unsupported(str(error)) from error
+    return result.value if p.out is None else _quantized(b, _float(b, result), p.out)
 
 
 def emit_conversion(b: Builder, value: Value, qparams: QParams, to_int8: bool) -> Value:
@@ -611,18 +634,8 @@ def _softmax(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]
 
 
 def _elementwise(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
-    """What stands alone: a function, or an operation of two tensors, and what follows; in parts, where no kernel takes
-    all of it.
-    """
-    x, steps = arguments[0], p.steps
-    try:
-        return _chain(b, x, steps, operands, p.out)
-    except (Unsupported, OneDNNError):
-        if len(steps) < 2:
-            raise
-    for step in steps:
-        x = Given(_chain(b, x, [step], operands, None))
-    return x.value
+    """What stands alone: a function, or an operation of two tensors, and what follows."""
+    return _chain(b, arguments[0], p.steps, operands, p.out)
 
 
 def _chain(b: Builder, x: Any, steps: Sequence[Step], operands: list[Any], out: QParams | None) -> Value:
@@ -651,34 +664,59 @@ def _chain(b: Builder, x: Any, steps: Sequence[Step], operands: list[Any], out: 
     return dst
 
 
-def _of_two(b: Builder, x: Given, first: With, steps: Sequence[Step], operands: list[Any],
-            out: QParams | None) -> Value:  # fmt: skip
+def _of_two(
+    b: Builder, x: Given, first: With, steps: Sequence[Step], operands: list[Any], out: QParams | None
+) -> Value:
+    """An operation of two tensors; in float where no kernel reads their integers, repeated where none broadcasts."""
     other = operands[first.operand]
     if not isinstance(other, Given):
         raise Unsupported("an operand is a number that the graph computes")
     if first.alg in (Alg.ADD, Alg.MUL) and x.value.numel < other.value.numel:
         x, other = other, x
-    linear = first.alg in (Alg.ADD, Alg.SUB)
-    scaled = linear and (x.qparams is not None or other.qparams is not None)
-    one, two = (x.value, other.value) if scaled else (_float(b, x), _float(b, other))
+    ways = (
+        [(False, False), (True, False), (True, True)] if x.qparams or other.qparams else [(True, False), (True, True)]
+    )
+    for number, (in_float, repeated) in enumerate(ways):
+        try:
+            return _of_two_in(b, x, other, first.alg, steps, operands, out, in_float, repeated)
+        except (Unsupported, OneDNNError):
+            if number == len(ways) - 1:
+                raise
+    raise AssertionError
+
+
+def _of_two_in(b: Builder, x: Given, other: Given, alg: Alg, steps: Sequence[Step], operands: list[Any],
+               out: QParams | None, in_float: bool, repeated: bool) -> Value:  # fmt: skip
+    if not in_float and alg not in (Alg.ADD, Alg.SUB):
+        raise Unsupported("integers are added only")
+    one, two = (_float(b, x), _float(b, other)) if in_float else (x.value, other.value)
     one = _dense(b, one)
     if not one.shape:
         raise Unsupported("it has no dimensions")
-    two = _fitted_to(b, one.shape, one.strides)(two)
+    if repeated:
+        if two.shape == one.shape:
+            raise Unsupported("it does not broadcast")
+        two = b.call(_repeat, (two, one.shape), {})
+    fitted = _fitted_to(b, one.shape, one.strides)
+    two = fitted(two)
     e = Epilogue()
     offset = 0.0
-    if scaled:
-        for arg, given, sign in ((Arg.SRC, x, 1.0), (Arg.SRC_1, other, 1.0 if first.alg is Alg.ADD else -1.0)):
+    if not in_float:
+        for arg, given, sign in ((Arg.SRC, x, 1.0), (Arg.SRC_1, other, 1.0 if alg is Alg.ADD else -1.0)):
             if given.qparams is not None:
                 e.scale(arg, b.numbers(given.qparams.scale))
                 offset -= sign * given.qparams.scale * given.qparams.zero_point
     e.linear(1.0, offset)
-    e.steps(b, steps, operands, _fitted_to(b, one.shape, one.strides))
+    e.steps(b, steps, operands, fitted)
     e.quantize(b, out, by_attributes=False)
     dst = b.new(one.shape, b.dtype if out is None else torch.uint8, one.strides)
-    primitive = binding.binary(first.alg, one.desc, two.desc, dst.desc, e.attributes)
+    primitive = binding.binary(alg, one.desc, two.desc, dst.desc, e.attributes)
     b.run(_checked(primitive, one.numel), {**e.places, Arg.SRC: one, Arg.SRC_1: two, Arg.DST: dst})
     return dst
+
+
+def _repeat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.expand(shape).contiguous()
 
 
 def _batch_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:

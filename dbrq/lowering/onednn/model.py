@@ -201,8 +201,15 @@ class OneDNNModel(nn.Module):
         for value in inputs:
             b.count(value)
         self._trace(b, segment.nodes, env, last)
-        plan, results = b.finish(inputs, tuple(env[n] for n in segment.outputs))
+        plan, results = b.finish(inputs, tuple(self._as_recorded(b, n, env[n]) for n in segment.outputs))
         return Runner(plan), results
+
+    def _as_recorded(self, b: Builder, node: fx.Node, value: Any) -> Any:
+        """What the model returns has the dtype that it had before."""
+        narrow = isinstance(value, Value) and value.dtype is not torch.float32 and value.dtype is self.dtype
+        if narrow and node.meta.get("dtype") is torch.float32 and self._output in node.users:
+            return b.reordered(value, torch.float32, value.strides)
+        return value
 
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
                last: Mapping[fx.Node, list[fx.Node]]) -> None:  # fmt: skip
