@@ -143,7 +143,7 @@ class OneDNNModel(nn.Module):
             with self._lock:
                 if key in self._plans:
                     self._plans.move_to_end(key)
-        return runner(values)
+        return runner(_flat(values))
 
     @staticmethod
     def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
@@ -158,7 +158,7 @@ class OneDNNModel(nn.Module):
                 while len(self._plans) > max(self.max_plans, 1):
                     self._plans.popitem(last=False)
                 return results
-        return runner(values)
+        return runner(_flat(values))
 
     def _one(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Execute a node by torch alone."""
@@ -166,7 +166,7 @@ class OneDNNModel(nn.Module):
         if node.op == "get_attr":
             return self._tensors[node.target]  # type: ignore[index]
         if node.op == "call_module":
-            module = self.lowering.modules[node.target]  # type: ignore[index]
+            module = self._module(node.target)  # type: ignore[arg-type]
             if isinstance(module, Partition):
                 inner = dict(zip((n for n in module.reference.nodes if n.op == "placeholder"), args, strict=True))
                 for step in module.reference.nodes:
@@ -176,6 +176,11 @@ class OneDNNModel(nn.Module):
                         inner[step] = self._one(step, inner)
             return module(*args, **kwargs)
         return _callable(node, args)(*args, **kwargs)
+
+    def _module(self, path: str) -> Any:
+        """A partition, or a module that the graph calls."""
+        found = self.lowering.modules.get(path)
+        return self.get_submodule(path) if found is None else found
 
     def _find_dynamic(self, args: Sequence[Any]) -> None:
         """See which nodes depend on values, and keep them out of plans."""
@@ -195,13 +200,13 @@ class OneDNNModel(nn.Module):
     def _traced(self, segment: Segment, values: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
         """The plan of a segment, and what it gives for these values."""
         b = Builder(self._tensors.__getitem__, self._packed, self.dtype, self.mutable, self._written)
-        inputs = [b.input(v) for v in values]
+        inputs = [walk(b.input, v) for v in values]
         env: dict[fx.Node, Any] = dict(zip(segment.inputs, inputs, strict=True))
         last = _last_readers(segment.nodes, (*segment.inputs, *segment.nodes), segment.outputs)
         for value in inputs:
             b.count(value)
         self._trace(b, segment.nodes, env, last)
-        plan, results = b.finish(inputs, tuple(self._as_recorded(b, n, env[n]) for n in segment.outputs))
+        plan, results = b.finish(_flat(inputs), tuple(self._as_recorded(b, n, env[n]) for n in segment.outputs))
         return Runner(plan), results
 
     def _as_recorded(self, b: Builder, node: fx.Node, value: Any) -> Any:
@@ -231,7 +236,7 @@ class OneDNNModel(nn.Module):
             return b.attribute(node.target) if isinstance(held, Tensor) else held  # type: ignore[arg-type]
         writes = bool(node.meta.get("writes"))
         if node.op == "call_module":
-            module = self.lowering.modules[node.target]  # type: ignore[index]
+            module = self._module(node.target)  # type: ignore[arg-type]
             if not isinstance(module, Partition):
                 return b.call(module, args, kwargs, writes)
             b.words = module.words
@@ -308,7 +313,7 @@ class OneDNNModel(nn.Module):
             env.update(zip(part.outputs, self._segment(part, values), strict=True))
             runner = self._plans[self._key_of(part, values)]
             instance = runner.take()
-            times = instance.timed(values, repeats)
+            times = instance.timed(_flat(values), repeats)
             rows += [(*step.described(), us, step.macs) for step, us in zip(runner.plan.steps, times, strict=True)]
         return rows
 
@@ -389,6 +394,11 @@ def _last_readers(nodes: Sequence[fx.Node], held: Sequence[fx.Node], kept: Seque
         if n not in kept:
             result.setdefault(reader, []).append(n)
     return result
+
+
+def _flat(values: Sequence[Any]) -> Sequence[Any]:
+    """A plan's inputs one by one; a node may give several tensors."""
+    return leaves(list(values)) if any(isinstance(v, (list, tuple, dict)) for v in values) else values
 
 
 def _key(value: Any) -> Any:
