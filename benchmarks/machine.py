@@ -17,7 +17,9 @@ def peak(threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return max(_gops(*shape) for shape in ((512, 1024, 1024), (1024, 2048, 1024), (784, 512, 512), (256, 3072, 768)))
+        return max(
+            _gops(*shape) for shape in ((512, 1024, 1024), (1024, 2048, 1024), (784, 512, 512), (256, 3072, 768))
+        )
     finally:
         torch.set_num_threads(before)
 

@@ -28,8 +28,8 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write a converted or lowered model to ``path``.
 
     A converted model is saved with its class by reference. A model lowered to torchscript is saved as
-    ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to onednn
-    keeps graph and weights; plans are made again for the shapes that come.
+    ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to
+    onednn keeps graph and weights; plans are made again for the shapes that come.
 
     Raises:
         QuantizationError: the model is neither.

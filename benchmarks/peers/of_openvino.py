@@ -18,7 +18,9 @@ def variants(name: str, model: nn.Module, calibration: list[Any], item: Any, thr
     if not isinstance(item, Tensor):
         given = {name: item[name] for name in (i.get_any_name() for i in converted.inputs)}
     converted.reshape({name: list(v.shape) for name, v in given.items()})
-    dataset = nncf.Dataset(calibration, lambda c: c.numpy() if isinstance(c, Tensor) else {k: c[k].numpy() for k in given})
+    dataset = nncf.Dataset(
+        calibration, lambda c: c.numpy() if isinstance(c, Tensor) else {k: c[k].numpy() for k in given}
+    )
     kind = None if isinstance(item, Tensor) and name != "vit_b_16" else nncf.ModelType.TRANSFORMER
     quantized = nncf.quantize(converted, dataset, subset_size=len(calibration), model_type=kind)
     compiled = ov.Core().compile_model(quantized, "CPU", {

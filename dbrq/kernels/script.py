@@ -8,7 +8,6 @@ input shape of the example. The same code runs in Python, where it is slower.
 # ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import List, Optional, Tuple
@@ -183,13 +182,9 @@ class _Kernel(nn.Module):
             return levels.clamp(0, self.top).to(torch.int32).to(torch.uint8)
         return result.to(torch.float32 if self.kind == 1 else torch.bfloat16)
 
-    def __deepcopy__(self, memo: dict) -> "_Kernel":
+    def __reduce__(self) -> tuple:
         """Packed weights cannot be copied, so they are packed again. (TorchScript's copies go by ``__getstate__``.)"""
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "packed"}, memo))
-        new.packed = new.pack()
-        return new
+        return _restored, (type(self), {k: v for k, v in self.__dict__.items() if k != "packed"})
 
     @torch.jit.export
     def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
@@ -206,6 +201,14 @@ class _Kernel(nn.Module):
         sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
         self.bias.add_((sums * (-self.input_scale * self.input_zero_point)).to(torch.float32))
         self.input_zero_point = 0
+
+
+def _restored(cls: type, held: dict) -> _Kernel:
+    """A copy of a kernel, from all but its packed weight."""
+    new = cls.__new__(cls)
+    new.__dict__.update(held)
+    new.packed = new.pack()
+    return new
 
 
 _KERNEL_CONSTANTS = ["input_scale", "input_zero_point", "output_scale", "output_zero_point", "kind", "top", "post_op",

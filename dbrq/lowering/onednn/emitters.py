@@ -19,7 +19,7 @@ from ...kernels import QParams, ints
 from . import binding
 from .binding import Alg, Arg, Desc, Primitive
 from .builder import Builder, Unsupported
-from .epilogue import Epilogue, Given
+from .epilogue import Epilogue, Fitted, Given
 from .layouts import Rows, channels_last, in_order, is_dense, same_layout
 from .library import OneDNNError
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
@@ -305,7 +305,8 @@ def _without_repeats(value: Value) -> Value:
 
 def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, parameters: _Parameters, make: Any,
                   shape: tuple[int, ...], strides: tuple[int, ...], zero_point_in_bias: bool, macs: int,
-                  as_packed: Callable[[Tensor], Tensor], weight_shape: tuple[int, ...], fitted: Any) -> Value:  # fmt: skip
+                  as_packed: Callable[[Tensor], Tensor], weight_shape: tuple[int, ...],
+                  fitted: Fitted) -> Value:  # fmt: skip
     """A primitive with weights, and what follows it; a value that is added is written over where nobody reads it."""
     dtype = b.dtype if p.out is None else torch.uint8
     bias = parameters.bias(zero_point_in_bias)

@@ -89,7 +89,7 @@ class Segment:
 
 
 def segments_of(graph: fx.Graph, dynamic: frozenset[str]) -> list[Segment | fx.Node]:
-    """The graph in order, the nodes named in ``dynamic`` by themselves and all others in as few segments as possible."""
+    """The graph in order: nodes named in ``dynamic`` by themselves, all others in as few segments as possible."""
     level: dict[fx.Node, int] = {}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     ordered = any(n.meta.get("writes") for n in nodes)  # what writes to memory stays where it is

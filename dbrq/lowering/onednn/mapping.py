@@ -218,7 +218,8 @@ def _is_held(node: Any) -> bool:
 _HEADS = frozenset(
     [*(f"{name}{n}d" for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool")
        for n in (1, 2, 3)),
-     "batch_norm", "linear", "matmul", "scaled_dot_product_attention", "layer_norm", "softmax", "log_softmax", "mean", "cat"]
+     "batch_norm", "linear", "matmul", "scaled_dot_product_attention", "layer_norm", "softmax", "log_softmax", "mean",
+     "cat"]
 )  # fmt: skip
 
 

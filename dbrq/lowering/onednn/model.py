@@ -343,7 +343,7 @@ class OneDNNModel(nn.Module):
 
 
 def mapped(lowering: Lowering) -> None:
-    """All stages that do not depend on shapes: what is constant is computed, and partitions replace what they compute."""
+    """All stages that do not depend on shapes; at the end partitions stand for what they compute."""
     reduce_mutation(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)

@@ -1,7 +1,7 @@
 """Partitions: ops of the Q/DQ graph that one primitive computes, as data.
 
 A partition is a head (a convolution, a matmul, a pool, an addition ...), what follows it element by element, and how
-its result is quantized. It keeps the nodes it stands for: where no primitive fits the shapes of a call, torch runs them.
+its result is quantized. It keeps the nodes it stands for: where no primitive fits a call's shapes, torch runs them.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def _executes(group: list[tuple]) -> Callable[[], None]:
     group = list(group)
 
     def run() -> None:
-        for arguments in group:
-            status = execute(*arguments)
+        for execution in group:
+            status = execute(*execution)
             if status:
                 raise failure("dnnl_primitive_execute", status)
 
