@@ -10,6 +10,9 @@ import torch
 from dbrq.lowering.onednn import binding
 from dbrq.lowering.onednn.binding import Arg, Attributes, Desc, Memory
 
+#: Rows, depth and width: from what fits caches to what does not.
+_GEMMS = ((512, 1024, 1024), (1024, 2048, 1024), (784, 512, 512), (256, 3072, 768))
+
 
 @functools.cache
 def peak(threads: int) -> float:

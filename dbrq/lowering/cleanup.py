@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..graph import is_impure
@@ -106,7 +107,7 @@ def _out_of_place(node: fx.Node) -> bool:
         node.kwargs = {**node.kwargs, "inplace": False}
         return True
     name = getattr(node.target, "__name__", "")
-    counterpart = getattr(torch, name.removesuffix("_"), None)
+    counterpart = getattr(torch, name.removesuffix("_"), None) or getattr(F, name.removesuffix("_"), None)
     if name.endswith("_") and not name.startswith("__") and counterpart is not None:
         node.target = counterpart
         return True

@@ -1,0 +1,280 @@
+"""Convolutions and linear layers: what has weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels import ints
+from .. import binding
+from ..binding import Alg, Arg, Desc, Primitive
+from ..builder import Builder, Unsupported
+from ..epilogue import Epilogue, Fitted, Given
+from ..layouts import channels_last, same_layout
+from ..partitions import BatchNorm, Partition, Weight, With
+from ..values import Place, Value
+from .common import (
+    as_model_float,
+    checked,
+    fitted_to,
+    laid_out,
+    rows_of,
+    without_repeats,
+)
+
+
+def folded(weight: Tensor, bias: Tensor | None, b: Builder, norm: BatchNorm) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a convolution with the batch norm behind it."""
+    mean, variance = b.held(norm.mean).double(), b.held(norm.variance).double()
+    factor = (variance + norm.epsilon).rsqrt()
+    if norm.weight is not None:
+        factor = factor * b.held(norm.weight).double()
+    shift = -mean if bias is None else bias.double() - mean
+    shift = shift * factor
+    if norm.bias is not None:
+        shift = shift + b.held(norm.bias).double()
+    return (weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))).float(), shift.float()
+
+
+class _Parameters:
+    """Weight, bias and scales of a convolution or linear layer, as its primitive wants them."""
+
+    def __init__(self, b: Builder, partition: Partition, x: Given, weight: Any, bias: Any) -> None:
+        if not isinstance(weight, Weight) or not (bias is None or isinstance(bias, Weight)):
+            raise Unsupported("its weight or bias is computed")
+        self.b, self.int8 = b, weight.scale is not None
+        if self.int8 and x.qparams is None:
+            raise Unsupported("its input is float and its weight int8")
+        self.path = weight.path
+        self._bias, self._norm = bias, partition.norm
+        self.qparams = x.qparams if self.int8 else None
+        self.scale_path = weight.scale
+        self.held = b.held(weight.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.int8 else self.b.dtype
+
+    def weight(self) -> Tensor:
+        """As torch lays it out."""
+        if self.int8:
+            return self.held
+        weight = self.held if self._norm is None else folded(self.held, None, self.b, self._norm)[0]
+        return weight.detach().to(self.b.dtype)
+
+    def bias(self, with_zero_point: bool) -> Value | None:
+        """float32 ``[out]``; with what the input's zero point adds up to, where no padding takes part."""
+        b, path = self.b, self._bias
+        shift = self.qparams.zero_point if self.qparams is not None and with_zero_point else 0
+        if path is None and not shift and self._norm is None:
+            return None
+
+        def make() -> Tensor:
+            bias = None if path is None else b.held(path.path).float()
+            if self._norm is not None:
+                return folded(self.held, bias, b, self._norm)[1]
+            if not shift:
+                assert bias is not None
+                return bias.contiguous()
+            assert self.scale_path is not None and self.qparams is not None
+            total = self.held.sum(tuple(range(1, self.held.dim())), dtype=torch.int32)
+            moved = total.double() * b.held(self.scale_path).double() * (-shift * self.qparams.scale)
+            return (moved if bias is None else moved + bias).float()
+
+        return b.constant(("bias", self.path, None if path is None else path.path, shift, self.qparams), make)
+
+    def scales(self) -> Value:
+        """Per output, the input's scale included."""
+        b, path, qparams = self.b, self.scale_path, self.qparams
+        assert path is not None and qparams is not None
+        return b.constant(("scale", path, qparams.scale), lambda: (b.held(path) * qparams.scale).float().contiguous())
+
+    def packed(self, wanted: Desc, tensor: Callable[[], Tensor]) -> Place:
+        key = f"{self.path}|{self.dtype}|{tuple(wanted.shape or ())}|{self._norm}"
+        return self.b.packed_weight(key, tensor, wanted)
+
+
+def _paddings(padding: Any, kernel: Sequence[int], dilation: Sequence[int], n: int) -> tuple[list[int], list[int]]:
+    if padding == "valid":
+        return [0] * n, [0] * n
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [t // 2 for t in total], [t - t // 2 for t in total]
+    return ints(padding, n), ints(padding, n)
+
+
+def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    x, weight, bias, stride, padding, dilation, groups = arguments[:7]
+    n = p.row.ndim
+    parameters = _Parameters(b, p, x, weight, bias)
+    value = x.value if parameters.int8 else as_model_float(b, x)
+    unbatched = len(value.shape) == n + 1
+    if unbatched:
+        value = value.like((1, *value.shape), (math.prod(value.shape), *value.strides))
+    if len(value.shape) != n + 2:
+        raise Unsupported("it has another number of dimensions")
+    shape = tuple(parameters.held.shape)
+    kernel, stride, dilation = shape[2:], ints(stride, n), ints(dilation, n)
+    if value.shape[1] != shape[1] * groups:
+        raise Unsupported("the number of channels does not fit")
+    left, right = _paddings(padding, kernel, dilation, n)
+    value = laid_out(b, value, channels_last(value.shape))
+    sizes = [
+        (size + a + c - d * (k - 1) - 1) // s + 1
+        for size, a, c, d, k, s in zip(value.shape[2:], left, right, dilation, kernel, stride, strict=True)
+    ]
+    if min(sizes) <= 0:
+        raise Unsupported("its result is empty")
+    out_shape = (value.shape[0], shape[0], *sizes)
+    grouped = (groups, shape[0] // groups, *shape[1:]) if groups > 1 else shape
+    macs = math.prod(out_shape) * math.prod(shape[1:])
+    wanted = Desc.any(grouped, parameters.dtype)
+    padded = any(left) or any(right)
+
+    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None) -> Primitive:
+        if parameters.int8:
+            e.scale(Arg.WEIGHTS, parameters.scales(), 3 if groups > 1 else 1)
+            if padded:
+                e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)  # type: ignore[union-attr]
+        return checked(binding.convolution(src.desc, wanted, bias and bias.desc, dst.desc, stride, left, dilation,
+                                            e.attributes, right), macs)  # fmt: skip
+
+    result = _with_weights(
+        b, p, operands, value, parameters, make, out_shape, channels_last(out_shape), not padded, macs,
+        lambda tensor: tensor.reshape(grouped), grouped, fitted_to(b, out_shape, channels_last(out_shape), unbatched),
+    )  # fmt: skip
+    return result.like(result.shape[1:], result.strides[1:]) if unbatched else result
+
+
+def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, parameters: _Parameters, make: Any,
+                  shape: tuple[int, ...], strides: tuple[int, ...], zero_point_in_bias: bool, macs: int,
+                  as_packed: Callable[[Tensor], Tensor], weight_shape: tuple[int, ...],
+                  fitted: Fitted) -> Value:  # fmt: skip
+    """A primitive with weights, and what follows it; a value that is added is written over where nobody reads it."""
+    dtype = b.dtype if p.out is None else torch.uint8
+    bias = parameters.bias(zero_point_in_bias)
+    e, dst = Epilogue(), None
+    read = Counter(operands[s.operand].value.buffer for s in p.steps if isinstance(s, With))
+    read[src.buffer] += 1
+    for i, step in enumerate(p.steps):
+        given = operands[step.operand] if isinstance(step, With) and step.alg is Alg.ADD else None
+        alone = given is not None and read[given.value.buffer] == 1
+        if dst is None and alone and _may_overwrite(b, given.value, shape, strides, dtype):
+            e.sum(given.value, given.qparams)
+            dst = given.value.like(shape, strides)
+        else:
+            e.steps(b, p.steps[i : i + 1], operands, fitted)
+    e.quantize(b, p.out, by_attributes=True)
+    if dst is None:
+        dst = b.new(shape, dtype, strides)
+    if bias is not None and len(weight_shape) == 2:  # a linear layer's
+        bias = bias.like((1, shape[-1]), (shape[-1], 1))
+    primitive = make(e, src, dst, bias)
+    layout = primitive.layout(Arg.WEIGHTS, weight_shape, parameters.dtype)
+    places: dict[int, Any] = {
+        **e.places, Arg.SRC: src, Arg.DST: dst,
+        Arg.WEIGHTS: parameters.packed(layout, lambda: as_packed(parameters.weight())),
+    }  # fmt: skip
+    if bias is not None:
+        places[Arg.BIAS] = bias
+    b.run(primitive, places, macs)
+    return dst
+
+
+def _may_overwrite(
+    b: Builder, value: Value, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> bool:
+    """Whether a value that is added may become the result: it looks like one, and nothing reads it afterwards."""
+    return (
+        value.dtype is dtype and value.shape == shape and same_layout(shape, value.strides, strides) and b.dies(value)
+    )
+
+
+def deconvolution(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    x, weight, bias, stride, padding, output_padding, groups, dilation = arguments[:8]
+    n = p.row.ndim
+    value = as_model_float(b, x)
+    if not isinstance(weight, Weight) or len(value.shape) != n + 2:
+        raise Unsupported("its weight is computed, or it has no batch")
+    held = b.held(weight.path)
+    inputs, outputs, *kernel = held.shape
+    stride, padding, extra, dilation = (ints(v, n) for v in (stride, padding, output_padding, dilation))
+    sizes = [
+        (size - 1) * s - 2 * a + d * (k - 1) + e + 1
+        for size, s, a, d, k, e in zip(value.shape[2:], stride, padding, dilation, kernel, extra, strict=True)
+    ]
+    shape = (value.shape[0], outputs * groups, *sizes)
+    grouped = (groups, outputs, inputs // groups, *kernel) if groups > 1 else (outputs, inputs, *kernel)
+    value = laid_out(b, value, channels_last(value.shape))
+    macs = math.prod(value.shape) * outputs * math.prod(kernel)
+    e = Epilogue()
+    strides = channels_last(shape)
+    e.steps(b, p.steps, operands, fitted_to(b, shape, strides))
+    e.quantize(b, p.out, by_attributes=False)
+    dst = b.new(shape, b.dtype if p.out is None else torch.uint8, strides)
+    bias_value = None if bias is None else b.attribute(bias.path)
+    primitive = checked(
+        binding.convolution(
+            value.desc, Desc.any(grouped, b.dtype), bias_value and bias_value.desc, dst.desc, stride, padding, dilation,
+            e.attributes, [a - e for a, e in zip(padding, extra, strict=True)], transposed=True,
+        ), macs,
+    )  # fmt: skip
+    layout = primitive.layout(Arg.WEIGHTS, grouped, b.dtype)
+
+    def packed() -> Tensor:
+        tensor = held.detach().to(b.dtype)
+        if groups > 1:
+            tensor = tensor.reshape(groups, inputs // groups, outputs, *kernel)
+        return tensor.transpose(-n - 2, -n - 1)
+
+    places = {**e.places, Arg.SRC: value, Arg.DST: dst,
+              Arg.WEIGHTS: b.packed_weight(f"{weight.path}|{b.dtype}|transposed", packed, layout)}  # fmt: skip
+    if bias_value is not None:
+        places[Arg.BIAS] = bias_value
+    b.run(primitive, places, macs)
+    return dst
+
+
+def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    x, weight, bias = arguments[:3]
+    parameters = _Parameters(b, p, x, weight, bias)
+    value = x.value if parameters.int8 else as_model_float(b, x)
+    if parameters.held.dim() != 2 or not value.shape or value.shape[-1] != parameters.held.shape[1]:
+        raise Unsupported("the shapes do not fit")
+    width, depth = parameters.held.shape
+    rows = rows_of(b, value)
+    count = rows.value.shape[0]
+    strides = rows.strides(width)
+    full = (*value.shape[:-1], width)
+    wanted = Desc.any((depth, width), parameters.dtype)
+    macs = count * width * depth
+
+    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None) -> Primitive:
+        if parameters.int8:
+            e.scale(Arg.WEIGHTS, parameters.scales(), 2)
+        return checked(binding.matmul(src.desc, wanted, bias and bias.desc, dst.desc, e.attributes), macs)
+
+    def fitted(other: Value) -> Value:
+        other = without_repeats(other)
+        if math.prod(other.shape) == (other.shape[-1] if other.shape else 1) and other.numel in (1, width):
+            return other.like((1, other.numel), (other.numel, 1))
+        if other.shape != full:
+            raise Unsupported("the other operand does not broadcast to rows")
+        return laid_out(b, other, strides).like((count, width), (width, 1))
+
+    def flat(given: Any) -> Any:
+        """Operands of the result's shape, as rows."""
+        if isinstance(given, Given) and given.value.shape == full and same_layout(full, given.value.strides, strides):
+            return Given(given.value.like((count, width), (width, 1)), given.qparams)
+        return given
+
+    full2, fitted2 = (count, width), lambda other: other if other.shape == (count, width) else fitted(other)
+    seen = [flat(o) for o in operands]
+    result = _with_weights(b, p, seen, rows.value, parameters, make, full2, (width, 1), True, macs,
+                           lambda tensor: tensor.t(), (depth, width), fitted2)  # fmt: skip
+    return result.like(full, strides)
