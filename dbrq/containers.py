@@ -35,7 +35,17 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
             return tree
         if not hasattr(tree, "__setitem__"):
             return type(tree)(values)  # type: ignore[call-arg]
-        return _replaced(tree, lambda out: [out.__setitem__(key, new) for key, new in changed.items()])
+
+        def change(out: Any) -> None:
+            for key, new in changed.items():
+                out[key] = new
+                for name, held in getattr(
+                    out, "__dict__", {}
+                ).items():  # an attribute for an item, as some classes have
+                    if held is tree[key]:
+                        out.__dict__[name] = new
+
+        return _replaced(tree, change)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name, None) for f in dataclasses.fields(tree)}
         changed = {name: new for name, old in fields.items() if (new := tree_map(fn, old)) is not old}

@@ -334,9 +334,10 @@ _FLOAT = [
           (F.scaled_dot_product_attention,)),
     *(
         OpRow(name, Role.FLOAT, functions=(getattr(torch, name),), methods=(name,),
-              operators=(abs,) if name == "abs" else ())
-        for name in ("abs", "square", "exp", "sqrt", "round")
+              operators={"abs": (abs,), "neg": (operator.neg,)}.get(name, ()))
+        for name in ("abs", "square", "exp", "sqrt", "round", "neg", "reciprocal", "rsqrt")
     ),
+    OpRow("pow", Role.FLOAT, "input exponent", (torch.pow,), ("pow", "__pow__"), operators=(operator.pow, pow)),
 ]  # fmt: skip
 
 TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS, *_FLOAT)

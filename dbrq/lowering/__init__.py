@@ -104,11 +104,7 @@ def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, v
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose or VERBOSE:
         print(model.lowering, file=sys.stderr)
-    written = {name: tensor.clone() for name, tensor in model.named_buffers()} if model.mutable else {}
-    model(*copy.deepcopy(recording.inputs))
-    for name, tensor in model.named_buffers():
-        if name in written:
-            tensor.copy_(written[name])
+    model.warm(copy.deepcopy(recording.inputs))
     return model
 
 

@@ -54,7 +54,7 @@ class Alg(enum.IntEnum):
     GELU_TANH = 0x2B
     SWISH = 0x2C
     LOG = 0x2D
-    CLIP = 0x2F  # clip_v2: a clip that keeps NaN
+    CLIP = 0x2F  # clip_v2
     POW = 0x30
     GELU_ERF = 0x31
     ROUND = 0x32
@@ -276,7 +276,7 @@ class Primitive:
         """The layout it chose for an argument."""
         lib = library()
         found = lib.call("primitive_desc_query_md", self._desc, _EXEC_ARG_MD, int(arg))
-        if not found:
+        if not found or not lib.call("memory_desc_get_size", c_void_p(found)):
             raise OneDNNError(f"{self.kind} has no argument {arg}")
         return Desc(lib.make("memory_desc_clone", c_void_p(found)), tuple(shape), dtype)
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ...containers import tree_map
+from ...errors import KernelInputError
 from ...graph import leaves, walk
 from ...kernels import QParams
 from .binding import DTYPES, Arg, Attributes, Desc, Memory, Primitive, execute, reorder, row_major
 from .graphs import Watching
+from .layouts import in_order, is_dense
 from .library import OneDNNError
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
@@ -97,10 +99,12 @@ class Builder:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Value:
         """A new value in the arena, row-major by default."""
+        strides = row_major(shape) if strides is None else tuple(strides)
+        assert is_dense(shape, strides), "a layout with gaps is larger than its elements"
         size = max(math.prod(shape), 1) * torch.empty((), dtype=dtype).element_size()
         buffer = Buffer(Kind.ARENA, size, torch.empty(size, dtype=torch.uint8), len(self.steps))
         self.buffers.append(buffer)
-        return Value(buffer, tuple(shape), dtype, tuple(strides) if strides is not None else row_major(shape))
+        return Value(buffer, tuple(shape), dtype, strides)
 
     def constant(self, key: Any, make: Callable[[], Tensor]) -> Value:
         """A tensor made once for this plan, by ``key``."""
@@ -161,14 +165,17 @@ class Builder:
         """Values computed from another, once for all that ask for them; ``key`` starts with the other's buffer."""
         if self.mutable:
             return make()
+        key = (key[0].version, *key)
         found = self._derived.get(key)
         if found is None or any(isinstance(v, Value) and v.buffer.tensor is None for v in leaves(found)):
             self._derived[key] = make()
         return self._derived[key]
 
-    def reordered(self, value: Value, dtype: torch.dtype, strides: Sequence[int], old: QParams | None = None,
-                  new: QParams | None = None) -> Value:  # fmt: skip
-        """The value in another dtype, layout, or with other qparams."""
+    def reordered(self, value: Value, dtype: torch.dtype, strides: Sequence[int] | None = None,
+                  old: QParams | None = None, new: QParams | None = None) -> Value:  # fmt: skip
+        """The value in another dtype, layout, or with other qparams; without gaps, in its own order by default."""
+        if strides is None:
+            strides = in_order(value.shape, value.strides) if 0 not in value.strides else row_major(value.shape)
         if value.dtype is dtype and value.strides == tuple(strides) and old == new:
             return value
         key = (value.buffer, value.offset, value.shape, value.strides, dtype, tuple(strides), old, new)
@@ -202,7 +209,7 @@ class Builder:
         """An operand in float."""
         if qparams is None:
             return value
-        return self.reordered(value, self.dtype, value.strides, qparams)
+        return self.reordered(value, self.dtype, None, qparams)
 
     def packed_weight(self, key: str, tensor: Callable[[], Tensor], wanted: Desc) -> Place:
         for place in self.packed.known(key):
@@ -251,7 +258,7 @@ class Builder:
 
     def _narrowed(self, leaf: Any) -> Any:
         if isinstance(leaf, Value) and leaf.dtype is torch.float32 and leaf.shape:
-            return self.reordered(leaf, torch.bfloat16, leaf.strides)
+            return self.reordered(leaf, torch.bfloat16)
         return leaf
 
     def _seen(self, tensor: Tensor, values: Sequence[Value]) -> Value | None:
@@ -262,10 +269,8 @@ class Builder:
             if held is not None and held.untyped_storage()._cdata == storage._cdata:
                 if value.dtype is not tensor.dtype and value.buffer.kind not in FIXED:
                     return None
-                start = held.data_ptr()
-                return Value(
-                    value.buffer, tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.data_ptr() - start
-                )
+                offset = tensor.data_ptr() - held.data_ptr() if tensor.numel() else 0
+                return Value(value.buffer, tuple(tensor.shape), tensor.dtype, tensor.stride(), offset)
         return None
 
     # Nodes
@@ -296,7 +301,14 @@ class Builder:
                     buffer.tensor = None
 
     def input(self, tensor: Any) -> Any:
-        return self._wrapped(tensor, Kind.INPUT) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise KernelInputError(
+                "the onednn backend takes dense tensors on the CPU", got=f"{tensor.layout} on {tensor.device}",
+                hint="move the input with .cpu() or .to_dense()",
+            )  # fmt: skip
+        return self._wrapped(tensor, Kind.INPUT)
 
     # The end
 

@@ -71,7 +71,13 @@ _FUNCTIONS: dict[str, Callable[[Sequence[Any]], Function | None]] = {
     "exp": lambda args: Function(Alg.EXP),
     "sqrt": lambda args: Function(Alg.SQRT),
     "round": lambda args: Function(Alg.ROUND),
+    "neg": lambda args: Function(Alg.LINEAR, -1.0, 0.0),
+    "reciprocal": lambda args: Function(Alg.POW, 1.0, -1.0),
+    "rsqrt": lambda args: Function(Alg.POW, 1.0, -0.5),
+    "pow": lambda args: _POWERS.get(args[1]) if _is_number(args[1]) else None,
 }
+_POWERS = {2: Function(Alg.SQUARE), 0.5: Function(Alg.SQRT), -1: Function(Alg.POW, 1.0, -1.0),
+           -0.5: Function(Alg.POW, 1.0, -0.5)}  # fmt: skip
 _OPERATIONS = {"add": Alg.ADD, "sub": Alg.SUB, "mul": Alg.MUL, "div": Alg.DIV}
 
 

@@ -185,15 +185,27 @@ class OneDNNModel(nn.Module):
     def _find_dynamic(self, args: Sequence[Any]) -> None:
         """See which nodes depend on values, and keep them out of plans."""
         args = copy.deepcopy(list(args))
-        kept = {name: t.clone() for name, t in self.named_buffers()} if self.mutable else {}
+        kept = self._written_tensors()
         with self._lock:
             found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
             if found <= self._dynamic:
                 raise RuntimeError("dbrq: an op's result depends on values in a way that no plan can follow")
             self._cut(found | self._dynamic)
-        for name, tensor in self.named_buffers():
-            if name in kept:
-                tensor.copy_(kept[name])
+        self._restore(kept)
+
+    def _written_tensors(self) -> dict[str, Tensor]:
+        """Copies of the tensors that calls write to."""
+        return {path: self._tensors[path].clone() for path in self._written}
+
+    def _restore(self, kept: Mapping[str, Tensor]) -> None:
+        for path, tensor in kept.items():
+            self._tensors[path].copy_(tensor)
+
+    def warm(self, args: Sequence[Any]) -> None:
+        """Make the plan for these inputs; what calls write to stays as it is."""
+        kept = self._written_tensors()
+        self.plain(args)
+        self._restore(kept)
 
     # Making plans
 
@@ -213,7 +225,7 @@ class OneDNNModel(nn.Module):
         """What the model returns has the dtype that it had before."""
         narrow = isinstance(value, Value) and value.dtype is not torch.float32 and value.dtype is self.dtype
         if narrow and node.meta.get("dtype") is torch.float32 and self._output in node.users:
-            return b.reordered(value, torch.float32, value.strides)
+            return b.reordered(value, torch.float32)
         return value
 
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
@@ -297,6 +309,7 @@ class OneDNNModel(nn.Module):
 
     def timed(self, args: tuple, kwargs: dict[str, Any], repeats: int) -> list[tuple]:
         """For ``profile``: (op, kernel, what it computes, shape, microseconds, multiply-accumulates) of each step."""
+        kept = self._written_tensors()
         self(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -315,6 +328,7 @@ class OneDNNModel(nn.Module):
             instance = runner.take()
             times = instance.timed(_flat(values), repeats)
             rows += [(*step.described(), us, step.macs) for step, us in zip(runner.plan.steps, times, strict=True)]
+        self._restore(kept)
         return rows
 
     def extra_repr(self) -> str:
@@ -404,7 +418,7 @@ def _flat(values: Sequence[Any]) -> Sequence[Any]:
 def _key(value: Any) -> Any:
     """What of an argument a plan depends on."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple, dict)):
         return tuple(map(_key, leaves(value)))
     return type(value), value

@@ -122,4 +122,4 @@ def _word(step: Step) -> str:
     return step.alg.name.lower() if isinstance(step, With) else _FUNCTIONS.get(step.alg, step.alg.name.lower())
 
 
-_FUNCTIONS = {Alg.LOGISTIC: "sigmoid", Alg.SWISH: "silu", Alg.GELU_ERF: "gelu", Alg.CLIP: "clamp"}
+_FUNCTIONS = {Alg.LOGISTIC: "sigmoid", Alg.SWISH: "silu", Alg.GELU_ERF: "gelu", Alg.CLIP: "clamp", Alg.LINEAR: "scale"}

@@ -35,14 +35,15 @@ class Buffer:
         tensor: while a plan is made, what holds it; of constants and state always.
         first, last: steps between which it is in use.
         offset: in the arena, bytes; set when the arena is planned.
+        version: how often what it holds was written over.
     """
 
-    __slots__ = ("first", "kind", "last", "offset", "size", "tensor")
+    __slots__ = ("first", "kind", "last", "offset", "size", "tensor", "version")
 
     def __init__(self, kind: Kind, size: int, tensor: Tensor | None, step: int) -> None:
         self.kind, self.size, self.tensor = kind, size, tensor
         self.first = self.last = step
-        self.offset = 0
+        self.offset = self.version = 0
 
 
 class Value:

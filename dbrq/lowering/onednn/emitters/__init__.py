@@ -7,36 +7,19 @@ An emitter gets the builder, the partition and its head's arguments, and returns
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ....kernels import QParams, ints
-from .. import binding
-from ..binding import Alg, Arg, Desc, Primitive
+from ....kernels import QParams
 from ..builder import Builder, Unsupported
-from ..epilogue import Epilogue, Fitted, Given
-from ..layouts import Rows, channels_last, in_order, is_dense, same_layout
+from ..epilogue import Given
 from ..library import OneDNNError
-from ..partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
-from ..values import Kind, Place, Value
+from ..partitions import Operand, Partition
+from ..values import Value
 from .attention import attention, matmul
-from .common import (
-    FLOATS,
-    as_model_float,
-    checked,
-    dense,
-    expressible,
-    fitted_to,
-    laid_out,
-    repeated,
-    rows_of,
-    without_repeats,
-)
+from .common import FLOATS, as_model_float, expressible
 from .elementwise import batch_norm, chain, dequantize, elementwise, quantize, quantized
 from .norms import layer_norm, softmax
 from .pools import adaptive_pool, average_pool, concat, max_pool, mean

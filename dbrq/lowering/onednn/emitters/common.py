@@ -17,7 +17,7 @@ from ..values import Value
 
 FLOATS = (torch.float32, torch.bfloat16)
 #: Up to this many operations oneDNN's reference kernels are as good as any.
-_SMALL = 1000
+_SMALL = 64
 
 
 def as_model_float(b: Builder, given: Any) -> Value:
@@ -29,7 +29,7 @@ def as_model_float(b: Builder, given: Any) -> Value:
     value = b.as_float(given.value, given.qparams)
     if value.dtype not in FLOATS:
         raise Unsupported(f"an operand is {value.dtype}")
-    return value if value.dtype is b.dtype else b.reordered(value, b.dtype, value.strides)
+    return value if value.dtype is b.dtype else b.reordered(value, b.dtype)
 
 
 def checked(primitive: Primitive, macs: int = 0) -> Primitive:

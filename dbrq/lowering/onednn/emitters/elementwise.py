@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,14 @@ def chain(b: Builder, x: Any, steps: Sequence[Step], operands: list[Any], out: Q
     value = dense(b, as_model_float(b, x))
     if not value.shape:
         raise Unsupported("it has no dimensions")
+    # As a post-op relu(-inf) is NaN, being -inf * 0.
+    steps = [Function(Alg.CLIP, 0.0, math.inf) if s == Function(Alg.RELU) else s for s in steps]
     rest = steps if out is not None or first is None else steps[1:]
     e.steps(b, rest, operands, fitted_to(b, value.shape, value.strides))
     e.quantize(b, out, by_attributes=False)
     dst = b.new(value.shape, dtype, value.strides)
     if out is None and isinstance(first, Function):
+        first = steps[0]
         primitive = binding.eltwise(first.alg, value.desc, dst.desc, first.alpha, first.beta, e.attributes)
         b.run(checked(primitive, value.numel), {**e.places, Arg.SRC: value, Arg.DST: dst})
         return dst

@@ -35,8 +35,9 @@ def layer_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[An
         value = value.like(flat, binding.row_major(flat))
     if value.shape[-1] != math.prod(normalized):
         raise Unsupported("the shapes do not fit")
-    rows = rows_of(b, value)
-    width = value.shape[-1]
+    rows, width = rows_of(b, value), value.shape[-1]
+    if rows.value.strides[0] != width:  # the kernel takes no notice of gaps
+        rows = rows_of(b, b.reordered(value, value.dtype, binding.row_major(value.shape)))
     out = p.out if p.out is not None and (p.out.quant_min, p.out.quant_max) == (0, 255) else None
     e = Epilogue()
     shift: Value | None = None if bias is None else b.attribute(bias.path)

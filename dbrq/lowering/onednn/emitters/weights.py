@@ -83,8 +83,9 @@ class _Parameters:
                 return bias.contiguous()
             assert self.scale_path is not None and self.qparams is not None
             total = self.held.sum(tuple(range(1, self.held.dim())), dtype=torch.int32)
-            moved = total.double() * b.held(self.scale_path).double() * (-shift * self.qparams.scale)
-            return (moved if bias is None else moved + bias).float()
+            # Rounded as the kernel rounds what it sums, so that an input of zeros gives the bias and nothing else.
+            moved = (total * -shift).float() * (b.held(self.scale_path) * self.qparams.scale).float()
+            return moved if bias is None else moved + bias
 
         return b.constant(("bias", self.path, None if path is None else path.path, shift, self.qparams), make)
 
@@ -167,6 +168,7 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
         if dst is None and alone and _may_overwrite(b, given.value, shape, strides, dtype):
             e.sum(given.value, given.qparams)
             dst = given.value.like(shape, strides)
+            dst.buffer.version += 1
         else:
             e.steps(b, p.steps[i : i + 1], operands, fitted)
     e.quantize(b, p.out, by_attributes=True)
