@@ -133,13 +133,13 @@ class Lowering:
     Attributes:
         module: the graph and the tensors it holds.
         dtype: of what stays float.
-        modules: submodules to be called, by path.
+        modules: what the graph calls, by path: submodules, or a backend's partitions.
         kernels: op path (as in reports) -> what runs it now.
     """
 
     module: fx.GraphModule
     dtype: torch.dtype = torch.float32
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
 
@@ -191,8 +191,8 @@ class Lowering:
         node.meta = {**like.meta, "name": like.name, **meta}
         return node
 
-    def hold(self, path: str, module: torch.nn.Module) -> str:
-        """Keep a submodule to call at ``path`` or a path like it; returns which."""
+    def hold(self, path: str, module: Any) -> str:
+        """Keep a submodule or partition to call at ``path`` or a path like it; returns which."""
         free, number = path, 0
         while free in self.modules:
             number += 1

@@ -191,7 +191,9 @@ class Builder:
         """Write ``value`` to ``result``: dtype, layout and qparams change in one pass."""
         if value.dtype not in DTYPES or not value.numel:
             raise Unsupported(f"oneDNN has no {value.dtype}" if value.numel else "it is empty")
-        scales, zero_points, places = {}, {}, {Arg.SRC: value, Arg.DST: result}
+        scales: dict[int, int] = {}
+        zero_points: dict[int, int] = {}
+        places: dict[int, Value | Place] = {Arg.SRC: value, Arg.DST: result}
         for arg, qparams in ((Arg.SRC, old), (Arg.DST, new)):
             if qparams is not None:
                 scales[int(arg)] = 0

@@ -133,7 +133,7 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.dynamic, self.random = "", False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         tags = func.tags
         if any(tag in tags for tag in _TAGS) and not (func is torch.ops.aten.index.Tensor and not _by_mask(args[1])):
             self.dynamic = str(func)

@@ -50,6 +50,8 @@ def _clamp(args: Sequence[Any]) -> Function | None:
     return Function(Alg.CLIP, -_MOST if low is None else low, _MOST if high is None else high)
 
 
+_POWERS: dict[float, Function] = {2: Function(Alg.SQUARE), 0.5: Function(Alg.SQRT), -1: Function(Alg.POW, 1.0, -1.0),
+           -0.5: Function(Alg.POW, 1.0, -0.5)}  # fmt: skip
 #: Row -> its function, from bound arguments; None where oneDNN has none.
 _FUNCTIONS: dict[str, Callable[[Sequence[Any]], Function | None]] = {
     "relu": lambda args: Function(Alg.RELU),
@@ -76,8 +78,6 @@ _FUNCTIONS: dict[str, Callable[[Sequence[Any]], Function | None]] = {
     "rsqrt": lambda args: Function(Alg.POW, 1.0, -0.5),
     "pow": lambda args: _POWERS.get(args[1]) if _is_number(args[1]) else None,
 }
-_POWERS = {2: Function(Alg.SQUARE), 0.5: Function(Alg.SQRT), -1: Function(Alg.POW, 1.0, -1.0),
-           -0.5: Function(Alg.POW, 1.0, -0.5)}  # fmt: skip
 _OPERATIONS = {"add": Alg.ADD, "sub": Alg.SUB, "mul": Alg.MUL, "div": Alg.DIV}
 
 
@@ -368,8 +368,10 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         if is_dequantize(value):
             return operand(value.args[0], qparams_of(value))  # type: ignore[arg-type]
         if is_weight(value):
-            return Weight(value.args[0].target, value.args[1].target)  # type: ignore[union-attr]
-        return Weight(value.target) if _is_held(value) and value.target not in written else operand(value, None)  # type: ignore[arg-type]
+            int8, scale = (a for a in value.args[:2] if isinstance(a, fx.Node))
+            return Weight(str(int8.target), str(scale.target))
+        held = _is_held(value) and value.target not in written
+        return Weight(str(value.target)) if held else operand(value, None)
 
     written = written_attributes(lowering.graph)
     bound = chain.bound
@@ -387,10 +389,10 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         steps.append(step)
     head, last = chain.nodes[0], chain.nodes[-1]
     partition = Partition(
-        lowering.hold(head.meta.get("op") or head.name, None), head.meta.get("op"), chain.row, arguments,  # type: ignore[arg-type]
+        lowering.hold(head.meta.get("op") or head.name, None), head.meta.get("op"), chain.row, arguments,
         tuple(operands), tuple(steps), chain.out, _reference(chain, inputs, operands), chain.norm,
     )  # fmt: skip
-    lowering.modules[partition.name] = partition  # type: ignore[assignment]
+    lowering.modules[partition.name] = partition
     int8_result = chain.out is not None or last.meta.get("dtype") is torch.uint8
     dtype = torch.uint8 if int8_result else torch.float32
     new = lowering.call(last, partition.name, tuple(inputs), last, dtype=dtype,
@@ -427,10 +429,10 @@ def read_channels_last(lowering: Lowering) -> None:
     for node in lowering.graph.nodes:
         partition = lowering.modules.get(node.target) if node.op == "call_module" else None
         if isinstance(partition, Partition) and partition.row is _QUANTIZE and any(
-            isinstance(reader := lowering.modules.get(user.target), Partition) and reader.row.ndim  # type: ignore[arg-type]
+            isinstance(reader := lowering.modules.get(user.target), Partition) and reader.row.ndim
             for user in node.users if user.op == "call_module"
         ):  # fmt: skip
-            lowering.modules[node.target] = dataclasses.replace(partition, channels_last=True)  # type: ignore[assignment]
+            lowering.modules[node.target] = dataclasses.replace(partition, channels_last=True)
 
 
 def quantize_before_moves(lowering: Lowering) -> None:
@@ -455,7 +457,7 @@ def quantize_before_moves(lowering: Lowering) -> None:
             continue
         qparams = qparams_of(quantize)
         with graph.inserting_after(source):
-            early = graph.call_function(quantize.target, (source, *quantize.args[1:]))  # type: ignore[arg-type]
+            early = graph.call_function(quantize.target, (source, *quantize.args[1:]))
         early.meta = {
             **source.meta,
             "dtype": torch.uint8,

@@ -69,8 +69,8 @@ class OneDNNModel(nn.Module):
         self.lowering = Lowering(fx.GraphModule(_without_code(self), from_data(data)), dtype)
         mapped(self.lowering)
         self._tensors: dict[str, Any] = {
-            n.target: self.lowering.tensor(n) for n in _all_nodes(self.lowering) if n.op == "get_attr"
-        }  # type: ignore[misc]
+            str(n.target): self.lowering.tensor(n) for n in _all_nodes(self.lowering) if n.op == "get_attr"
+        }
         self.placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
         self.mutable = any(n.meta.get("writes") for n in self.lowering.graph.nodes)
@@ -134,7 +134,7 @@ class OneDNNModel(nn.Module):
                 env[part] = self._one(part, env)
         return walk(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, self._output.args[0])
 
-    def _segment(self, segment: Segment, values: list[Any]) -> Sequence[Any]:
+    def _segment(self, segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
         key = self._key_of(segment, values)
         runner = self._plans.get(key)
         if runner is None:
@@ -149,7 +149,7 @@ class OneDNNModel(nn.Module):
     def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
         return (id(segment), torch.get_num_threads(), *map(_key, values))
 
-    def _compiled(self, segment: Segment, key: tuple, values: list[Any]) -> Sequence[Any]:
+    def _compiled(self, segment: Segment, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
             runner = self._plans.get(key)
             if runner is None:
@@ -171,7 +171,7 @@ class OneDNNModel(nn.Module):
                 inner = dict(zip((n for n in module.reference.nodes if n.op == "placeholder"), args, strict=True))
                 for step in module.reference.nodes:
                     if step.op == "output":
-                        return inner[step.args[0]]  # type: ignore[index]
+                        return inner[step.args[0]]
                     if step.op != "placeholder":
                         inner[step] = self._one(step, inner)
             return module(*args, **kwargs)
@@ -273,7 +273,7 @@ class OneDNNModel(nn.Module):
         op, dying = b.op, b._dying
         self._trace(b, inner, env, {})
         b.op, b._dying = op, dying
-        result = env[nodes[-1].args[0]]  # type: ignore[index]
+        result = env[nodes[-1].args[0]]
         for n in inner:
             if env[n] is not result:
                 b.uncount(env[n])
@@ -435,4 +435,4 @@ def _callable(node: fx.Node, args: Sequence[Any]) -> Callable:
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]
     owner = torch.Tensor if isinstance(args[0], (Value, Tensor)) else type(args[0])
-    return getattr(owner, node.target)  # type: ignore[call-overload]
+    return getattr(owner, str(node.target))

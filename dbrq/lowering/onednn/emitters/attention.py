@@ -29,7 +29,8 @@ def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     left, right = arguments[:2]
     if not isinstance(left, Given) or not isinstance(right, Given):
         raise Unsupported("an operand is a parameter")
-    int8 = left.qparams is not None and right.qparams is not None
+    qa, qb = left.qparams, right.qparams
+    int8 = qa is not None and qb is not None
     a, w = (left.value, right.value) if int8 else (as_model_float(b, left), as_model_float(b, right))
     if len(a.shape) < 2 or len(w.shape) < 2 or a.shape[-1] != w.shape[-2]:
         raise Unsupported("an operand is a vector")
@@ -40,8 +41,7 @@ def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     macs = math.prod(shape) * a.shape[-1]
     e = Epilogue()
     a, w = (_plain_matrix(b, without_repeats(v)) for v in (a, w))
-    if int8:
-        qa, qb = left.qparams, right.qparams
+    if qa is not None and qb is not None:
         w = _signed(b, w)
         e.scale(Arg.SRC, b.numbers(qa.scale))
         e.scale(Arg.WEIGHTS, b.numbers(qb.scale))

@@ -52,7 +52,7 @@ def chain(b: Builder, x: Any, steps: Sequence[Step], operands: list[Any], out: Q
     e.quantize(b, out, by_attributes=False)
     dst = b.new(value.shape, dtype, value.strides)
     if out is None and isinstance(first, Function):
-        first = steps[0]
+        (first,) = (s for s in steps[:1] if isinstance(s, Function))
         primitive = binding.eltwise(first.alg, value.desc, dst.desc, first.alpha, first.beta, e.attributes)
         b.run(checked(primitive, value.numel), {**e.places, Arg.SRC: value, Arg.DST: dst})
         return dst

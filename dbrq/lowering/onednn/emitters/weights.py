@@ -142,7 +142,7 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
             e.scale(Arg.WEIGHTS, parameters.scales(), 3 if groups > 1 else 1)
             if padded:
                 e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)  # type: ignore[union-attr]
-        return checked(binding.convolution(src.desc, wanted, bias and bias.desc, dst.desc, stride, left, dilation,
+        return checked(binding.convolution(src.desc, wanted, _desc(bias), dst.desc, stride, left, dilation,
                                             e.attributes, right), macs)  # fmt: skip
 
     result = _with_weights(
@@ -165,7 +165,7 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
     for i, step in enumerate(p.steps):
         given = operands[step.operand] if isinstance(step, With) and step.alg is Alg.ADD else None
         alone = given is not None and read[given.value.buffer] == 1
-        if dst is None and alone and _may_overwrite(b, given.value, shape, strides, dtype):
+        if dst is None and given is not None and alone and _may_overwrite(b, given.value, shape, strides, dtype):
             e.sum(given.value, given.qparams)
             dst = given.value.like(shape, strides)
             dst.buffer.version += 1
@@ -186,6 +186,10 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
         places[Arg.BIAS] = bias
     b.run(primitive, places, macs)
     return dst
+
+
+def _desc(value: Value | None) -> Desc | None:
+    return None if value is None else value.desc
 
 
 def _may_overwrite(
@@ -222,7 +226,7 @@ def deconvolution(b: Builder, p: Partition, arguments: list[Any], operands: list
     bias_value = None if bias is None else b.attribute(bias.path)
     primitive = checked(
         binding.convolution(
-            value.desc, Desc.any(grouped, b.dtype), bias_value and bias_value.desc, dst.desc, stride, padding, dilation,
+            value.desc, Desc.any(grouped, b.dtype), _desc(bias_value), dst.desc, stride, padding, dilation,
             e.attributes, [a - e for a, e in zip(padding, extra, strict=True)], transposed=True,
         ), macs,
     )  # fmt: skip
@@ -259,7 +263,7 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     def make(e: Epilogue, src: Value, dst: Value, bias: Value | None) -> Primitive:
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 2)
-        return checked(binding.matmul(src.desc, wanted, bias and bias.desc, dst.desc, e.attributes), macs)
+        return checked(binding.matmul(src.desc, wanted, _desc(bias), dst.desc, e.attributes), macs)
 
     def fitted(other: Value) -> Value:
         other = without_repeats(other)
