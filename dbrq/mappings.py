@@ -321,23 +321,25 @@ _PASS = [
     OpRow("to", Role.PASS, methods=("to", "float", "type_as")),
 ]  # fmt: skip
 
+_NO_INT8 = "no int8 kernel for this op"
 #: Ops that always compute in float; their rows serve backends with float kernels.
 _FLOAT = [
-    OpRow("layer_norm", Role.FLOAT, "input normalized_shape weight=None bias=None eps=1e-5", (F.layer_norm,)),
+    OpRow("layer_norm", Role.FLOAT, "input normalized_shape weight=None bias=None eps=1e-5", (F.layer_norm,),
+          reason=_NO_INT8),
     *(
         OpRow(name, Role.FLOAT, "input dim=None dtype=None", (getattr(torch, name),), (name,),
-              variants={getattr(F, name): "input dim=None _stacklevel=3 dtype=None"})
+              variants={getattr(F, name): "input dim=None _stacklevel=3 dtype=None"}, reason=_NO_INT8)
         for name in ("softmax", "log_softmax")
     ),
     OpRow("scaled_dot_product_attention", Role.FLOAT,
           "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
-          (F.scaled_dot_product_attention,)),
+          (F.scaled_dot_product_attention,), reason=_NO_INT8),
     *(
-        OpRow(name, Role.FLOAT, functions=(getattr(torch, name),), methods=(name,),
-              operators={"abs": (abs,), "neg": (operator.neg,)}.get(name, ()))
+        OpRow(name, Role.FLOAT, "input decimals=0" if name == "round" else "input", (getattr(torch, name),), (name,),
+              operators={"abs": (abs,), "neg": (operator.neg,)}.get(name, ()), reason=_NO_INT8)
         for name in ("abs", "square", "exp", "sqrt", "round", "neg", "reciprocal", "rsqrt")
     ),
-    OpRow("pow", Role.FLOAT, "input exponent", (torch.pow,), ("pow", "__pow__"), operators=(operator.pow, pow)),
+    OpRow("pow", Role.FLOAT, "input exponent", (torch.pow,), ("pow",), reason=_NO_INT8),
 ]  # fmt: skip
 
 TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS, *_FLOAT)

@@ -144,7 +144,7 @@ class Placement:
         value = self.record.values[vid]
         if value.is_output or not value.readers or self.level(vid) is not Level.INT8:
             return False
-        return all(self._reads_int8(op, vid) for op in value.readers)
+        return not self._unread(vid) and all(self._reads_int8(op, vid) for op in value.readers)
 
     def _reads_int8(self, op: SeenOp, vid: int) -> bool:
         if op.row.role is Role.PASS:
@@ -159,8 +159,12 @@ class Placement:
         return id(op) in self.chained and op.row.name == "add" and (id(op), vid) not in self._float_reads
 
     def _unread(self, vid: int) -> bool:
+        """Whether a value is no output, and at most moved about for nobody."""
         value = self.record.values[vid]
-        return not value.readers and not value.is_output
+        return not value.is_output and all(
+            op.row.role is Role.PASS and all(self._unread(o.id) for o in op.outputs if o.id != vid)
+            for op in value.readers
+        )
 
     def _settle(self) -> None:
         """Soft ops and the other operands of fused adds fall back to float until nothing changes."""

@@ -63,6 +63,10 @@ ARGUMENTS = {
     "clamp_min": lambda: {"input": image(), "min": 0.0},
     "leaky_relu": lambda: {"input": image()},
     "pad": lambda: {"input": image(), "pad": [1, 1]},
+    "layer_norm": lambda: {"input": image(), "normalized_shape": [6]},
+    **{name: lambda: {"input": image(), "dim": 1} for name in ("softmax", "log_softmax")},
+    "scaled_dot_product_attention": lambda: {name: image() for name in ("query", "key", "value")},
+    "pow": lambda: {"input": image(), "exponent": 2},
 }
 #: Moves with arguments beside the input, positional.
 MOVES = {
@@ -194,6 +198,9 @@ def test_operators_arrive_as_a_spelling_of_their_row(name, op, other):
     if op is operator.matmul and other == "number":
         return  # numbers have no matmul
     with Recording() as recording:
+        if op in (abs, operator.neg):
+            op(x)
+            return
         op(x, y)
         if op not in (operator.matmul, operator.iadd, operator.isub, operator.imul, operator.itruediv):
             op(y, x)

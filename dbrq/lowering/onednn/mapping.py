@@ -35,7 +35,6 @@ from ..shared import DYNAMIC_LINEAR, MOVES, SILU, WEIGHT_ONLY_LINEAR, fine
 from .binding import Alg
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
 
-_MOST = 3.4e38
 _ROWS = {row.name: row for row in TABLE}
 _ELEMENTWISE = OpRow("elementwise", Role.ELEMENTWISE)
 _QUANTIZE, _DEQUANTIZE = OpRow("quantize", Role.PASS), OpRow("dequantize", Role.PASS)
@@ -47,7 +46,7 @@ def _clamp(args: Sequence[Any]) -> Function | None:
         return None
     if low == 0 and high is None:
         return Function(Alg.RELU)
-    return Function(Alg.CLIP, -_MOST if low is None else low, _MOST if high is None else high)
+    return Function(Alg.CLIP, -math.inf if low is None else low, math.inf if high is None else high)
 
 
 _POWERS: dict[float, Function] = {2: Function(Alg.SQUARE), 0.5: Function(Alg.SQRT), -1: Function(Alg.POW, 1.0, -1.0),
@@ -72,7 +71,7 @@ _FUNCTIONS: dict[str, Callable[[Sequence[Any]], Function | None]] = {
     "square": lambda args: Function(Alg.SQUARE),
     "exp": lambda args: Function(Alg.EXP),
     "sqrt": lambda args: Function(Alg.SQRT),
-    "round": lambda args: Function(Alg.ROUND),
+    "round": lambda args: None if args[1] else Function(Alg.ROUND),
     "neg": lambda args: Function(Alg.LINEAR, -1.0, 0.0),
     "reciprocal": lambda args: Function(Alg.POW, 1.0, -1.0),
     "rsqrt": lambda args: Function(Alg.POW, 1.0, -0.5),

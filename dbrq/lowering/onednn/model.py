@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...errors import ConfigurationError
 from ...graph import leaves, remove_dead, walk
 from ...report import LOWERED_REPORT
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
@@ -334,6 +335,14 @@ class OneDNNModel(nn.Module):
     def extra_repr(self) -> str:
         partitions = sum(isinstance(m, Partition) for m in self.lowering.modules.values())
         return f"{partitions} partitions, {len(self._plans)} plans, oneDNN {'.'.join(map(str, library().version))}"
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> OneDNNModel:
+        """Plans hold what the model's tensors were."""
+        if any(fn(t).dtype is not t.dtype or fn(t).device != t.device for t in self.buffers()):
+            raise ConfigurationError(
+                "a lowered model keeps its dtypes and its device", hint="lower again, with dtype=torch.bfloat16 perhaps"
+            )
+        return self
 
     # Copies
 

@@ -87,7 +87,9 @@ class _Parameters:
             moved = (total * -shift).float() * (b.held(self.scale_path) * self.qparams.scale).float()
             return moved if bias is None else moved + bias
 
-        return b.constant(("bias", self.path, None if path is None else path.path, shift, self.qparams), make)
+        return b.constant(
+            ("bias", self.path, None if path is None else path.path, shift, self.qparams, self._norm), make
+        )
 
     def scales(self) -> Value:
         """Per output, the input's scale included."""
