@@ -119,12 +119,10 @@ def expected_of(case: Case, out: str) -> str:
 
 #: Case -> why it fails for now.
 FAILING: dict[str, str] = {
-    **dict.fromkeys(["conv2d x.abs", "conv2d sqrt of abs"], "B9: builtins.abs is no op of the table"),
     **dict.fromkeys(
         ["conv2d F.leaky_relu_"], "B4: an op in place that does not fuse",
     ),
     "matmul, / number + mask": "B7: a mask that broadcasts over heads makes oneDNN's product a reference",
-    **dict.fromkeys(["other broadcasts-float", "one operand again-float"], "B8: int8 + int8 -> float is a reference"),
 }
 
 
@@ -534,7 +532,7 @@ RECURRENT = {
 }  # fmt: skip
 
 
-@failing("mapping", ["default", "dynamic"], {"dynamic": "B13: KeyError"})
+@pytest.mark.parametrize("mapping", ["default", "dynamic"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name, mapping):
     x = torch.randn(5, 3, 16)
@@ -552,7 +550,6 @@ IN_BFLOAT16 = [*stock.MIXED, "softmax", "gelu", "conv + relu, float", "linear Mi
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 @pytest.mark.parametrize("out", ["float", "int8"])
-@pytest.mark.xfail(strict=True, reason="B11: the result is bfloat16")
 def test_what_stays_float_can_be_bfloat16(name, out):
     cases = {**stock.CONVS, **stock.SUMS, **stock.MORE_SUMS, **stock.ACTIVATIONS, **stock.TO_INT8, **stock.INTEGERS, **stock.SHARED}
     model, x = made(cases[name], out)
@@ -585,7 +582,6 @@ def test_a_model_that_was_not_quantized_runs_in_float_primitives(make, shape):
     assert not lowered.in_torch and not any("quantize" in step for step in steps(lowered))
 
 
-@pytest.mark.xfail(strict=True, reason="B11: the result is bfloat16")
 @stock.by_network
 def test_a_model_that_was_not_quantized_runs_in_bfloat16(make, shape):
     model, x = stock.settled(make()), torch.randn(shape)
@@ -724,7 +720,7 @@ LOOKING: dict[str, Callable] = {
 }  # fmt: skip
 
 
-@failing("name", LOOKING, {"where": "B12: a tuple of tensors is frozen"})
+@pytest.mark.parametrize("name", LOOKING)
 def test_shapes_that_depend_on_values(name):
     model = Call(LOOKING[name], inputs=1, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).eval()
     xs = [torch.randn(6, 16) for _ in range(4)]
