@@ -560,6 +560,27 @@ def test_what_stays_float_can_be_bfloat16(name, out):
     assert not lowered.in_torch
 
 
+SLICES: dict[str, Callable] = {
+    "cat with the input": lambda m, x: torch.cat([m.a(x)[:, :4], x[:, 4:]], 1), "softmax": lambda m, x: x[:, 4:].softmax(-1) + m.a(x)[:, :4],
+    "product": lambda m, x: m.a(x)[:, :4] * x[:, 4:].sigmoid(), "halves": lambda m, x: let(m.a(x), lambda y: y[:, :4] * y[:, 4:].sigmoid()),
+    "a layer of a slice": lambda m, x: m.l(x[..., :4]) + m.l(m.a(x)[..., :4]), "expanded": lambda m, x: m.a(x) + x[:, :1].expand(3, 8, 6, 5).exp(),
+    "every other": lambda m, x: m.l(x[:, ::2, :, ::2][..., [0, 1, 2, 0]]) * m.a(x)[:, ::2, :, 1:2].tanh(),
+    "int8, added": lambda m, x: let(m.a(x), lambda y: m.a(torch.cat([y[:, :4] + y[:, 4:], y[:, 4:]], 1))),
+    "int8, exp": lambda m, x: let(m.a(x), lambda y: m.a(y)[:, :4] / y[:, 4:].exp()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.xfail(run=False, reason="B20: writes past its memory"))])
+@pytest.mark.parametrize("name", SLICES)
+def test_slices(name, dtype):
+    model, x = Call(SLICES[name], inputs=1, a=same(), l=nn.Linear(4, 4)).eval(), torch.randn(3, 8, 6, 5)
+    for mapping in (None, QConfigMapping()):
+        quantized = convert(model, x, mapping).quantized
+        lowered = lower(quantized, x, dtype=dtype)
+        for _ in range(2):
+            stock.assert_close(run(lowered, x), run(quantized, x), 0.02 if dtype is torch.float32 else 0.06)
+
+
 @stock.by_network
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_network(make, shape, dtype):
