@@ -19,6 +19,7 @@ import pytest
 import test_lowering as stock
 import torch
 import torch.nn.functional as F
+import torchvision
 from helpers import Call, convert, fake_quantized, floats, run, sqnr, step_of
 from test_lowering import Case, conv, counted, let, linear, made, same
 from torch import Tensor, fx, nn
@@ -759,3 +760,40 @@ def test_shapes_that_depend_on_values(name):
             continue
         got = run(lowered, x)
         assert_agrees(got, expected, "the graph", exact=5e-3, most=0.02)
+
+
+@pytest.mark.parametrize("name", ["nonzero", "boolean mask", "where", "masked_select", "repeat_interleave"])
+def test_nothing_is_selected(name):
+    """Tensors without elements inside."""
+    model = Call(LOOKING[name], inputs=1, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).eval()
+    x = torch.randn(6, 16)
+    quantized = convert(model, x).quantized
+    lowered, graph = lower(quantized, x), dbrq.rewrite(quantized, x)
+    for given in (-x.abs(), x, -x.abs(), x.abs()):
+        assert_agrees(run(lowered, given), run(graph, given), "the graph", exact=5e-3, most=0.02)
+
+
+# Models people use
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(), (1, 3, 64, 64)),
+    "shufflenet": (lambda: torchvision.models.shufflenet_v2_x0_5(), (1, 3, 64, 64)),
+    "squeezenet": (lambda: torchvision.models.squeezenet1_1(), (1, 3, 64, 64)),
+    "vit": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=10), (2, 3, 32, 32)),
+    "swin": (lambda: torchvision.models.SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=10), (1, 3, 64, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_model_that_people_use(name):
+    make, shape = ZOO[name]
+    model, xs = stock.settled(make()), [torch.randn(shape) for _ in range(2)]
+    prepared = dbrq.prepare(model, xs[0])
+    dbrq.calibrate(prepared, xs)
+    quantized = dbrq.convert(prepared)
+    lowered = lower(quantized, xs[0])
+    for x in (xs[0], torch.cat([xs[1]] * 3)):
+        expected, got, reference = run(model, x), run(lowered, x), run(quantized, x)
+        assert sqnr(expected, got) >= sqnr(expected, reference) - 1.0 or sqnr(reference, got) > 40
+    layers = {row.path for row in dbrq.report(quantized).rows if row.op in ("conv2d", "linear") and row.precision == "int8"}
+    assert not layers & set(lowered.in_torch), lowered.in_torch

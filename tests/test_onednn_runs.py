@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -715,3 +716,39 @@ def test_not_finite(name, bad):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-4)
         return
     torch.testing.assert_close(got[1:], expected[1:], atol=1e-4, rtol=1e-3)
+
+
+# As an op in scripted graphs
+
+
+@by_network
+def test_scripted_graphs_call_it(make, shape):
+    lowered, graph, x = network(name_for(shape))
+    part = lowered.scriptable(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(part, nn.Softmax(-1)))
+    for given in (x, torch.randn(1, *shape[1:])):
+        assert torch.equal(run(scripted, given), run(lowered, given).softmax(-1))
+        assert torch.equal(run(part, given), run(lowered, given))
+
+
+def test_scripted_graphs_take_several_outputs():
+    model, x = two_layers(CONTAINERS["tuple"]), torch.randn(3, 16)
+    lowered = lower(convert(model, x).quantized, x)
+    part = lowered.scriptable(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(part)
+    for got, expected in zip(run(scripted, x), run(lowered, x), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_scripted_graph_whose_model_is_gone_says_so():
+    model, x = two_layers(OUTPUTS["a layer's"]), torch.randn(3, 16)
+    lowered = lower(convert(model, x).quantized, x)
+    part = lowered.scriptable(x)
+    del lowered
+    gc.collect()
+    with pytest.raises(RuntimeError, match="dbrq::run: the model is gone"):
+        run(part, x)
