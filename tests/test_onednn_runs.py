@@ -63,14 +63,17 @@ def sliced(x: Tensor) -> Tensor:
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x, "turned": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
-    "every other": lambda x: torch.stack([x, x], -1)[..., 1], "sliced": sliced,
+    "contiguous": lambda x: x,
+    "turned": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
+    "every other": lambda x: torch.stack([x, x], -1)[..., 1],
+    "sliced": sliced,
     "offset": lambda x: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape),
     "reversed axes": lambda x: x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim()))),
     "unaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "channels_last": lambda x: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x,
-    "a parameter": lambda x: nn.Parameter(x.clone()), "of numpy": lambda x: torch.from_numpy(x.numpy()),
-}  # fmt: skip
+    "a parameter": lambda x: nn.Parameter(x.clone()),
+    "of numpy": lambda x: torch.from_numpy(x.numpy()),
+}
 
 
 @by_network
@@ -172,13 +175,19 @@ class OutputWithAttributes(collections.OrderedDict):
 
 Pair = collections.namedtuple("Pair", ["hidden", "pooled"])
 CONTAINERS: dict[str, Callable] = {
-    "tuple": lambda m, x: (m.a(x), m.b(x)), "list": lambda m, x: [m.a(x), m.b(x)],
-    "namedtuple": lambda m, x: Pair(m.a(x), m.b(x)), "dict": lambda m, x: {"a": m.a(x), "b": [m.b(x), None]},
+    "tuple": lambda m, x: (m.a(x), m.b(x)),
+    "list": lambda m, x: [m.a(x), m.b(x)],
+    "namedtuple": lambda m, x: Pair(m.a(x), m.b(x)),
+    "dict": lambda m, x: {"a": m.a(x), "b": [m.b(x), None]},
     "output": lambda m, x: Output(a=m.a(x), b=m.b(x)),
-    "output with attributes": lambda m, x: OutputWithAttributes(a=m.a(x), b=m.b(x)), "nested": lambda m, x: ({"a": (m.a(x),)}, [m.b(x), (x,)]),
-    "with numbers": lambda m, x: (m.a(x), 3, "text", None, x.shape[1]), "one in a tuple": lambda m, x: (m.a(x),),
-    "nothing": lambda m, x: None, "empty": lambda m, x: (), "the same twice": lambda m, x: (m.a(x),) * 2,
-}  # fmt: skip
+    "output with attributes": lambda m, x: OutputWithAttributes(a=m.a(x), b=m.b(x)),
+    "nested": lambda m, x: ({"a": (m.a(x),)}, [m.b(x), (x,)]),
+    "with numbers": lambda m, x: (m.a(x), 3, "text", None, x.shape[1]),
+    "one in a tuple": lambda m, x: (m.a(x),),
+    "nothing": lambda m, x: None,
+    "empty": lambda m, x: (),
+    "the same twice": lambda m, x: (m.a(x),) * 2,
+}
 
 
 def two_layers(fn: Callable) -> nn.Module:
@@ -216,15 +225,23 @@ def test_dicts_and_lists_as_inputs():
 # Outputs own their memory
 
 OUTPUTS: dict[str, Callable] = {
-    "a layer's": lambda m, x: m.a(x), "two": lambda m, x: (m.a(x), m.b(x)), "a view": lambda m, x: m.a(x)[:, :4],
+    "a layer's": lambda m, x: m.a(x),
+    "two": lambda m, x: (m.a(x), m.b(x)),
+    "a view": lambda m, x: m.a(x)[:, :4],
     "a value and its view": lambda m, x: stock.let(m.a(x), lambda y: (y, y.t(), y[0])),
-    "the same twice": lambda m, x: stock.let(m.a(x), lambda y: (y, y)), "the input": lambda m, x: (m.a(x), x),
-    "a view of the input": lambda m, x: (m.a(x), x[1:]), "a parameter": lambda m, x: (m.a(x), m.w),
-    "a constant": lambda m, x: (m.a(x), torch.arange(5.0) * 2), "a view of a parameter": lambda m, x: (m.a(x), m.w[:3]),
-    "an expanded parameter": lambda m, x: (m.a(x), m.w.expand(3, 16)), "half of it": lambda m, x: m.a(x).chunk(2, 1),
-    "read again": lambda m, x: stock.let(m.a(x), lambda y: (y, m.b(y))), "by torch": lambda m, x: F.softplus(m.a(x)),
-    "a sum": lambda m, x: stock.let(m.a(x), lambda y: (y + m.b(x), y)), "integers": lambda m, x: (m.a(x) > 0, x.long()),
-}  # fmt: skip
+    "the same twice": lambda m, x: stock.let(m.a(x), lambda y: (y, y)),
+    "the input": lambda m, x: (m.a(x), x),
+    "a view of the input": lambda m, x: (m.a(x), x[1:]),
+    "a parameter": lambda m, x: (m.a(x), m.w),
+    "a constant": lambda m, x: (m.a(x), torch.arange(5.0) * 2),
+    "a view of a parameter": lambda m, x: (m.a(x), m.w[:3]),
+    "an expanded parameter": lambda m, x: (m.a(x), m.w.expand(3, 16)),
+    "half of it": lambda m, x: m.a(x).chunk(2, 1),
+    "read again": lambda m, x: stock.let(m.a(x), lambda y: (y, m.b(y))),
+    "by torch": lambda m, x: F.softplus(m.a(x)),
+    "a sum": lambda m, x: stock.let(m.a(x), lambda y: (y + m.b(x), y)),
+    "integers": lambda m, x: (m.a(x) > 0, x.long()),
+}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -281,7 +298,7 @@ def test_plans_are_bounded_and_the_one_not_used_for_longest_goes():
     lowered, graph = plan_count_model()
     lowered.max_plans = 3
     xs = {n: torch.randn(n, 16) for n in range(1, 8)}
-    for n, x in xs.items():
+    for x in xs.values():
         stock.assert_close(run(lowered, x), run(graph, x))
         assert len(lowered.plans) <= 3
     first, *_ = kept = lowered.plans
@@ -334,7 +351,7 @@ def test_steps_between_buffers_that_live_at_once_do_not_overlap():
 
 @by_network
 def test_eight_threads_with_mixed_shapes(make, shape):
-    lowered, _, x = network(name_for(shape))
+    lowered, _, _ = network(name_for(shape))
     model = copy.deepcopy(lowered)
     model.max_plans = 3  # fewer than shapes: plans come and go meanwhile
     sizes = [(n, 3, 20 + 4 * n, 24) if len(shape) == 4 else (n, 3 + n, 16) for n in (1, 2, 3, 4)]
@@ -386,8 +403,14 @@ def test_a_file_is_read_in_another_process(tmp_path):
         assert torch.equal(model(x), expected) and not model.in_torch
         print(dbrq.report(model).coverage)"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=100)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == dbrq.report(lowered).coverage
 
@@ -609,14 +632,16 @@ def test_inputs_that_no_kernel_takes_raise(name, bad):
 
 
 CALLS: dict[str, tuple[Callable, type | tuple]] = {
-    "nothing": (lambda m, x: m(), TypeError), "too many": (lambda m, x: m(x, x), TypeError),
-    "an unknown keyword": (lambda m, x: m(x, mask=x), TypeError), "twice": (lambda m, x: m(x, input=x), TypeError),
+    "nothing": (lambda m, x: m(), TypeError),
+    "too many": (lambda m, x: m(x, x), TypeError),
+    "an unknown keyword": (lambda m, x: m(x, mask=x), TypeError),
+    "twice": (lambda m, x: m(x, input=x), TypeError),
     "None": (lambda m, x: m(None), (TypeError, RuntimeError, AttributeError)),
     "a number": (lambda m, x: m(3.0), (TypeError, RuntimeError, AttributeError)),
     "an array": (lambda m, x: m(x.numpy()), (TypeError, RuntimeError)),
     "a list": (lambda m, x: m([x]), (TypeError, RuntimeError, AttributeError)),
     "sparse": (lambda m, x: m(x[0].to_sparse()), (RuntimeError, NotImplementedError)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -691,12 +716,19 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], tuple, Any]] = {
     "exp": (lambda: Call(lambda m, x: x.exp()), (4, 16), QConfigMapping()),
     "max pool": (lambda: nn.Sequential(nn.MaxPool2d(2)), stock.SIZES[2], QConfigMapping()),
     "mean": (lambda: Call(lambda m, x: x.mean((2, 3))), stock.SIZES[2], QConfigMapping()),
-}  # fmt: skip
+}
 
 
 #: B14: oneDNN's functions hide what is no number.
-HIDING = {("softmax", "nan"), ("softmax", "inf"), ("relu", "nan"), ("clamp", "nan"), ("relu(2 * x)", "nan"), ("exp", "nan"),
-          ("max pool", "nan")}  # fmt: skip
+HIDING = {
+    ("softmax", "nan"),
+    ("softmax", "inf"),
+    ("relu", "nan"),
+    ("clamp", "nan"),
+    ("relu(2 * x)", "nan"),
+    ("exp", "nan"),
+    ("max pool", "nan"),
+}
 
 
 @pytest.mark.parametrize(
@@ -726,7 +758,7 @@ def test_not_finite(name, bad):
 
 @by_network
 def test_scripted_graphs_call_it(make, shape):
-    lowered, graph, x = network(name_for(shape))
+    lowered, _, x = network(name_for(shape))
     part = lowered.scriptable(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
