@@ -1,9 +1,9 @@
 """The onednn backend: each fusion pattern is one primitive, and computes what the other backends compute.
 
-Cases are those of test_lowering.py, and patterns that stock kernels do not have. Each runs as it is ("float" out), and
-in front of a layer that reads int8 and multiplies by one ("int8" out), on an input that its quantization does not change,
-so that all who compute start from the same integers. A case says what runs beside reorders and moves: "layer" is a
-convolution or linear layer with all that follows it, and "torch:..." a function of torch's.
+Cases are those of test_lowering.py, and patterns that stock kernels do not have. Each runs as it is ("float" out),
+and in front of a layer that reads int8 and multiplies by one ("int8" out), on an input that its quantization does not
+change, so that all who compute start from the same integers. A case says what runs beside reorders and moves: "layer"
+is a convolution or linear layer with all that follows it, and "torch:..." a function of torch's.
 """
 
 from __future__ import annotations
