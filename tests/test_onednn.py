@@ -135,9 +135,7 @@ def expected_of(case: Case, out: str) -> str:
 
 
 #: Case -> why it fails for now.
-FAILING: dict[str, str] = {
-    "matmul, / number + mask": "B7: a mask that broadcasts over heads makes oneDNN's product a reference",
-}
+FAILING: dict[str, str] = {}
 
 
 def table(*parts: dict[str, Case], outs: tuple = ("float", "int8")) -> Callable:

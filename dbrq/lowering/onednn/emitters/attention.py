@@ -26,6 +26,16 @@ from .common import (
 
 
 def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    """A product of two activations, and what follows it, whose repeats are written out where no kernel broadcasts."""
+    try:
+        return _product(b, p, arguments, operands, repeats=False)
+    except Unsupported:
+        if not any(isinstance(step, With) for step in p.steps):
+            raise
+    return _product(b, p, arguments, operands, repeats=True)
+
+
+def _product(b: Builder, p: Partition, arguments: list[Any], operands: list[Any], repeats: bool) -> Value:
     left, right = arguments[:2]
     if not isinstance(left, Given) or not isinstance(right, Given):
         raise Unsupported("an operand is a parameter")
@@ -48,7 +58,7 @@ def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
         e.zero_point(b, Arg.SRC, qa.zero_point)
         e.zero_point(b, Arg.WEIGHTS, qb.zero_point - 128)
     strides = binding.row_major(shape)
-    e.steps(b, p.steps, operands, fitted_to(b, shape, strides))
+    e.steps(b, p.steps, operands, fitted_to(b, shape, strides, repeats))
     e.quantize(b, p.out, by_attributes=int8)
     dst = b.new(shape, b.dtype if p.out is None else torch.uint8, strides)
     b.run(checked(binding.matmul(a.desc, w.desc, None, dst.desc, e.attributes), macs),

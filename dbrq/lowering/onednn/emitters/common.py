@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import binding
 from ..binding import Primitive
 from ..builder import Builder, Unsupported
-from ..epilogue import Given
+from ..epilogue import Fitted, Given
 from ..layouts import Rows, in_order, is_dense, same_layout
 from ..partitions import Weight
 from ..values import Value
@@ -80,8 +81,12 @@ def repeated(b: Builder, value: Value) -> Value:
     return value if 0 not in value.strides else b.reordered(value, value.dtype, binding.row_major(value.shape))
 
 
-def fitted_to(b: Builder, shape: tuple[int, ...], strides: tuple[int, ...], unbatched: bool = False) -> Any:
-    """How an operand is seen by a primitive whose result has this shape and layout."""
+def fitted_to(b: Builder, shape: tuple[int, ...], strides: tuple[int, ...], repeats: bool = False) -> Fitted:
+    """How an operand is seen by a primitive whose result has this shape and layout.
+
+    Args:
+        repeats: write repeated elements out, for primitives that do not broadcast.
+    """
 
     def fitted(other: Value) -> Value:
         sizes, steps = other.shape, other.strides
@@ -93,11 +98,19 @@ def fitted_to(b: Builder, shape: tuple[int, ...], strides: tuple[int, ...], unba
         other = without_repeats(other)
         if any(m not in (1, n) for m, n in zip(other.shape, shape, strict=True)):
             raise Unsupported("the other operand does not broadcast to the result")
+        if repeats and other.shape != shape:
+            small = other
+            key = (small.buffer, small.offset, small.shape, small.strides, shape)
+            other = b.derived(key, lambda: b.call(_repeat, (small, shape), {}))
         if other.shape == shape:
             return laid_out(b, other, strides)
         return laid_out(b, other, in_order(other.shape, strides))
 
     return fitted
+
+
+def _repeat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.expand(shape).contiguous()
 
 
 def rows_of(b: Builder, value: Value) -> Rows:

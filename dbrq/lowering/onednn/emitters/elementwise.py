@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....kernels import QParams
 from .. import binding
@@ -92,11 +91,7 @@ def _of_two_in(b: Builder, x: Given, other: Given, alg: Alg, steps: Sequence[Ste
     one = dense(b, one)
     if not one.shape:
         raise Unsupported("it has no dimensions")
-    if repeated:
-        if two.shape == one.shape:
-            raise Unsupported("it does not broadcast")
-        two = b.call(_repeat, (two, one.shape), {})
-    fitted = fitted_to(b, one.shape, one.strides)
+    fitted = fitted_to(b, one.shape, one.strides, repeated)
     two = fitted(two)
     e = Epilogue()
     offset = 0.0
@@ -112,10 +107,6 @@ def _of_two_in(b: Builder, x: Given, other: Given, alg: Alg, steps: Sequence[Ste
     primitive = binding.binary(alg, one.desc, two.desc, dst.desc, e.attributes)
     b.run(checked(primitive, one.numel), {**e.places, Arg.SRC: one, Arg.SRC_1: two, Arg.DST: dst})
     return dst
-
-
-def _repeat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.expand(shape).contiguous()
 
 
 def batch_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:

@@ -149,7 +149,7 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
 
     result = _with_weights(
         b, p, operands, value, parameters, make, out_shape, channels_last(out_shape), not padded, macs,
-        lambda tensor: tensor.reshape(grouped), grouped, fitted_to(b, out_shape, channels_last(out_shape), unbatched),
+        lambda tensor: tensor.reshape(grouped), grouped, fitted_to(b, out_shape, channels_last(out_shape)),
     )  # fmt: skip
     return result.like(result.shape[1:], result.strides[1:]) if unbatched else result
 
