@@ -230,6 +230,7 @@ class Builder:
         values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
         if any(v.dtype is torch.bfloat16 for v in values) and self.dtype is torch.bfloat16:
             args, kwargs = walk(self._narrowed, (args, kwargs))
+            values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
         given, options = walk(lambda leaf: self.tensor(leaf) if isinstance(leaf, Value) else leaf, (args, kwargs))
         with Watching() as watched:
             result = function(*given, **options)
