@@ -20,7 +20,7 @@ from ..partitions import Operand, Partition
 from ..values import Value
 from .attention import attention, matmul
 from .common import FLOATS, as_model_float, expressible
-from .elementwise import batch_norm, chain, dequantize, elementwise, quantize, quantized
+from .elementwise import batch_norm, chain, dequantize, elementwise, quantize
 from .norms import layer_norm, softmax
 from .pools import adaptive_pool, average_pool, concat, max_pool, mean
 from .weights import convolution, deconvolution, linear
@@ -69,7 +69,7 @@ def _emitted(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
     if p.out is not None and result.dtype is not torch.uint8:  # not by the primitive itself
-        return quantized(b, result, p.out)
+        return b.quantized(result, p.out)
     return result
 
 
@@ -83,7 +83,7 @@ def _in_parts(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
             result = Given(chain(b, result, [step], operands, None))
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
-    return result.value if p.out is None else quantized(b, as_model_float(b, result), p.out)
+    return result.value if p.out is None else b.quantized(as_model_float(b, result), p.out)
 
 
 def emit_conversion(b: Builder, value: Value, qparams: QParams, to_int8: bool) -> Value:
@@ -95,7 +95,7 @@ def emit_conversion(b: Builder, value: Value, qparams: QParams, to_int8: bool) -
     if not value.numel or value.dtype not in (FLOATS if to_int8 else (torch.uint8,)):
         raise Unsupported(f"it reads {value.dtype}")
     value = expressible(b, Given(value)).value
-    return quantized(b, value, qparams) if to_int8 else b.as_float(value, qparams)
+    return b.quantized(value, qparams) if to_int8 else b.as_float(value, qparams)
 
 
 EMITTERS: dict[str, Emitter] = {

@@ -113,7 +113,7 @@ def attention(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
         mask = Given(b.attribute(mask.path))
     if isinstance(mask, Given):
         key = (mask.value.buffer, mask.value.offset, mask.value.shape, mask.value.strides)
-        added, *dead = b.derived((*key, "mask"), lambda: b.call(_added_mask, (mask.value, b.dtype), {}))
+        added, *dead = b.derived((*key, "mask"), lambda: b.call(_added_mask, (mask.value, b.dtype), {}, watch=False))
         e.steps(b, [With(Alg.ADD, 0)], [Given(added)], fitted_to(b, scores_shape, binding.row_major(scores_shape)))
     if causal:
         upper = b.constant(("causal", scores_shape[-2:], b.dtype), lambda: torch.full(
@@ -146,13 +146,12 @@ def _added_mask(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
 
     Those get no mask, since softmax of nothing is NaN; torch gives zeros for them.
     """
+    added = mask.to(dtype, copy=True)
     if mask.dtype is torch.bool:
-        dead = mask.any(-1, keepdim=True).logical_not_()
-        added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
-    else:
-        dead = (mask == -math.inf).all(-1, keepdim=True)
-        added = mask.to(dtype, copy=True)
-    return added.masked_fill_(dead, 0.0), dead, dead.any()
+        added.log_()  # 0 for what may be attended to, else -inf
+    dead = added.amax(-1, keepdim=True) == -math.inf
+    some = dead.any()
+    return (added.masked_fill_(dead, 0.0) if some else added), dead, some
 
 
 def _clear(result: Tensor, dead: Tensor, any_dead: Tensor) -> None:

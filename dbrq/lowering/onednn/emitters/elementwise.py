@@ -13,7 +13,7 @@ from .. import binding
 from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
-from ..layouts import channels_last, in_order
+from ..layouts import channels_last
 from ..library import OneDNNError
 from ..partitions import BatchNorm, Function, Partition, Step, Weight, With
 from ..values import Value
@@ -127,27 +127,15 @@ def batch_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[An
     return chain(b, Given(as_model_float(b, x)), [*first, *p.steps], added, p.out)
 
 
-def quantized(b: Builder, value: Value, out: QParams) -> Value:
-    """A float value, quantized."""
-    if (out.quant_min, out.quant_max) != (0, 255):
-        return chain(b, Given(value), [], [], out)
-    result = b.new(value.shape, torch.uint8, in_order(value.shape, value.strides))
-    b.convert(value, result, None, out)
-    return result
-
-
 def quantize(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
     given, out = arguments[0], p.out
     assert out is not None
     value = given.value
     if given.qparams is None and value.dtype not in FLOATS:
         raise Unsupported(f"it reads {value.dtype}")
-    if (out.quant_min, out.quant_max) != (0, 255):
-        return chain(b, given, [], operands, out)
     once = without_repeats(value)
     last = p.channels_last and len(once.shape) > 2
-    strides = channels_last(once.shape) if last else in_order(once.shape, once.strides)
-    result = b.reordered(once, torch.uint8, strides, given.qparams, out)
+    result = b.quantized(once, out, given.qparams, channels_last(once.shape) if last else None)
     if once is value:
         return result
     repeated = zip(result.strides, value.strides, value.shape, strict=True)
