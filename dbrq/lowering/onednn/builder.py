@@ -31,7 +31,7 @@ from .binding import (
     row_major,
 )  # fmt: skip
 from .graphs import Watching
-from .layouts import in_order, is_dense
+from .layouts import in_order, is_dense, same_layout
 from .library import OneDNNError
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
@@ -190,8 +190,8 @@ class Builder:
         default.
         """
         strides = _order(value) if strides is None else tuple(strides)
-        if value.dtype is dtype and value.strides == strides and qparams is None:
-            return value
+        if value.dtype is dtype and qparams is None and same_layout(value.shape, value.strides, strides):
+            return value.like(value.shape, strides)
         key = (value.buffer, value.offset, value.shape, value.strides, dtype, strides, qparams)
 
         def make() -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
 from ..layouts import in_order
+from ..library import OneDNNError
 from ..partitions import Partition, Weight, With
 from ..values import Kind, Value
 from .common import (
@@ -29,7 +31,7 @@ def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     """A product of two activations, and what follows it, whose repeats are written out where no kernel broadcasts."""
     try:
         return _product(b, p, arguments, operands, repeats=False)
-    except Unsupported:
+    except (Unsupported, OneDNNError):
         if not any(isinstance(step, With) for step in p.steps):
             raise
     return _product(b, p, arguments, operands, repeats=True)
@@ -95,6 +97,16 @@ def _signed(b: Builder, value: Value) -> Value:
 
 
 def attention(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    """Attention, the repeats of whose mask are written out where no kernel broadcasts."""
+    try:
+        return _attention(b, arguments, repeats=False)
+    except (Unsupported, OneDNNError):
+        if arguments[3] is None and not arguments[5]:
+            raise
+    return _attention(b, arguments, repeats=True)
+
+
+def _attention(b: Builder, arguments: list[Any], repeats: bool) -> Value:
     """softmax(q k^T * scale + mask) v, the scores in one buffer."""
     query, key, value, mask, dropout, causal, scale, grouped = arguments[:8]
     if dropout or grouped:
@@ -108,17 +120,22 @@ def attention(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
     macs = math.prod(scores_shape)
     e = Epilogue()
     e.linear(scale if scale is not None else 1 / math.sqrt(q.shape[-1]), 0.0)
-    dead = None
+    fitted = fitted_to(b, scores_shape, binding.row_major(scores_shape), repeats)
+    idle: _Idle | None = None
     if isinstance(mask, Weight):
         mask = Given(b.attribute(mask.path))
     if isinstance(mask, Given):
-        key = (mask.value.buffer, mask.value.offset, mask.value.shape, mask.value.strides)
-        added, *dead = b.derived((*key, "mask"), lambda: b.call(_added_mask, (mask.value, b.dtype), {}, watch=False))
-        e.steps(b, [With(Alg.ADD, 0)], [Given(added)], fitted_to(b, scores_shape, binding.row_major(scores_shape)))
+        idle = b.derived((mask.value.buffer, "idle", mask.value.offset, mask.value.shape, mask.value.strides),
+                         lambda: _idle(b, mask.value))  # fmt: skip
+        added = mask.value
+        if added.dtype is torch.bool:  # as uint8: 0 for what may be attended to, else what makes any weight 0
+            levels = Value(added.buffer, added.shape, torch.uint8, added.strides, added.offset)
+            added = b.as_float(without_repeats(levels), QParams(1e38, 1))
+        e.steps(b, [With(Alg.ADD, 0)], [Given(added)], fitted)
     if causal:
         upper = b.constant(("causal", scores_shape[-2:], b.dtype), lambda: torch.full(
             scores_shape[-2:], -math.inf).triu(1).to(b.dtype))  # fmt: skip
-        e.steps(b, [With(Alg.ADD, 0)], [Given(upper)], fitted_to(b, scores_shape, binding.row_major(scores_shape)))
+        e.steps(b, [With(Alg.ADD, 0)], [Given(upper)], fitted)
     q, k, v = (_plain_matrix(b, repeated(b, t)) for t in (q, k, v))
     turned = k.like((*k.shape[:-2], k.shape[-1], k.shape[-2]), (*k.strides[:-2], k.strides[-1], k.strides[-2]))
     scores = b.new(scores_shape, b.dtype)
@@ -136,25 +153,31 @@ def attention(b: Builder, p: Partition, arguments: list[Any], operands: list[Any
     result = b.new(shape, b.dtype, strides)
     second = binding.matmul(scores.desc, v.desc, None, result.desc, plain)
     b.run(checked(second, macs), {Arg.SRC: scores, Arg.WEIGHTS: v, Arg.DST: result}, macs * v.shape[-1])
-    if dead is not None and not (dead[1].buffer.kind is Kind.CONSTANT and not b.tensor(dead[1])):
-        b.call(_clear, (result, *dead), {}, writes=True, watch=False)
+    if idle is not None:
+        b.call(idle.clear, (result,), {}, writes=True, watch=False)
     return result
 
 
-def _added_mask(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What is added to scores, which queries may attend to nothing, and whether any may not.
+class _Idle(threading.local):
+    """Queries that may attend to nothing, as one call's mask has it: torch gives zeros for them, softmax anything."""
 
-    Those get no mask, since softmax of nothing is NaN; torch gives zeros for them.
-    """
-    added = mask.to(dtype, copy=True)
-    if mask.dtype is torch.bool:
-        added.log_()  # 0 for what may be attended to, else -inf
-    dead = added.amax(-1, keepdim=True) == -math.inf
-    some = dead.any()
-    return (added.masked_fill_(dead, 0.0) if some else added), dead, some
+    busy: Tensor | None = None
+
+    def look(self, mask: Tensor) -> None:
+        busy = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
+        self.busy = None if busy.all() else busy
+
+    def clear(self, result: Tensor) -> None:
+        if self.busy is not None:
+            result.masked_fill_(self.busy.logical_not(), 0.0)
 
 
-def _clear(result: Tensor, dead: Tensor, any_dead: Tensor) -> None:
-    """What queries get that may attend to nothing."""
-    if any_dead:
-        result.masked_fill_(dead, 0.0)
+def _idle(b: Builder, mask: Value) -> _Idle | None:
+    """None for a mask that never changes and leaves no query idle."""
+    idle = _Idle()
+    if mask.buffer.kind is Kind.CONSTANT:
+        idle.look(b.tensor(mask))
+        if idle.busy is None:
+            return None
+    b.call(idle.look, (mask,), {}, writes=True, watch=False)
+    return idle
