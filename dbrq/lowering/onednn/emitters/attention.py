@@ -143,8 +143,11 @@ def _attention(b: Builder, arguments: list[Any], repeats: bool) -> Value:
     b.run(checked(first, macs), {**e.places, Arg.SRC: q, Arg.WEIGHTS: turned, Arg.DST: scores},
           macs * q.shape[-1])  # fmt: skip
     plain = Epilogue().attributes
-    b.run(binding.softmax(Alg.SOFTMAX, scores.desc, scores.desc, len(scores_shape) - 1, plain),
-          {Arg.SRC: scores, Arg.DST: scores}, words="softmax")  # fmt: skip
+    if b.dtype is torch.float32:
+        b.call(_softmax_, (scores,), {}, writes=True)
+    else:
+        primitive = binding.softmax(Alg.SOFTMAX, scores.desc, scores.desc, len(scores_shape) - 1, plain)
+        b.run(primitive, {Arg.SRC: scores, Arg.DST: scores}, words="softmax")
     shape = (*q.shape[:-1], v.shape[-1])
     # As torch's own kernel lays it out: heads next to each other, for the layer behind.
     order = (*range(len(shape) - 3), len(shape) - 2, len(shape) - 3, len(shape) - 1)
@@ -158,13 +161,22 @@ def _attention(b: Builder, arguments: list[Any], repeats: bool) -> Value:
     return result
 
 
+def _softmax_(scores: Tensor) -> Tensor:
+    """In place: torch's kernel takes four fifths of the time of oneDNN 3.2's."""
+    return torch.softmax(scores, -1, out=scores)
+
+
 class _Idle(threading.local):
     """Queries that may attend to nothing, as one call's mask has it: torch gives zeros for them, softmax anything."""
 
     busy: Tensor | None = None
 
     def look(self, mask: Tensor) -> None:
-        busy = (mask if mask.dtype is torch.bool else mask != -math.inf).any(-1, keepdim=True)
+        truth = mask.dtype is torch.bool
+        if (mask.view(torch.uint8) if truth else mask).amin() > (0 if truth else -math.inf):  # the common case, at once
+            self.busy = None
+            return
+        busy = (mask if truth else mask != -math.inf).any(-1, keepdim=True)
         self.busy = None if busy.all() else busy
 
     def clear(self, result: Tensor) -> None:
