@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from ..binding import Alg, Arg, Desc, Primitive
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Fitted, Given
 from ..layouts import channels_last, same_layout
+from ..library import OneDNNError
 from ..partitions import BatchNorm, Partition, Weight, With
 from ..values import Place, Value
 from .common import (
@@ -97,9 +99,15 @@ class _Parameters:
         assert path is not None and qparams is not None
         return b.constant(("scale", path, qparams.scale), lambda: (b.held(path) * qparams.scale).float().contiguous())
 
-    def packed(self, wanted: Desc, tensor: Callable[[], Tensor]) -> Place:
-        key = f"{self.path}|{self.dtype}|{tuple(wanted.shape or ())}|{self._norm}"
-        return self.b.packed_weight(key, tensor, wanted)
+    def known(self, shape: tuple[int, ...]) -> list[Place]:
+        """The weight in the layouts that earlier plans took."""
+        return self.b.packed.known(self._key(shape))
+
+    def packed(self, wanted: Desc, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Place:
+        return self.b.packed_weight(self._key(shape), tensor, wanted)
+
+    def _key(self, shape: tuple[int, ...]) -> str:
+        return f"{self.path}|{self.dtype}|{shape}|{self._norm}"
 
 
 def _paddings(padding: Any, kernel: Sequence[int], dilation: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -136,15 +144,14 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
     out_shape = (value.shape[0], shape[0], *sizes)
     grouped = (groups, shape[0] // groups, *shape[1:]) if groups > 1 else shape
     macs = math.prod(out_shape) * math.prod(shape[1:])
-    wanted = Desc.any(grouped, parameters.dtype)
     padded = any(left) or any(right)
 
-    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None) -> Primitive:
+    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None, weights: Desc) -> Primitive:
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 3 if groups > 1 else 1)
             if padded:
                 e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)  # type: ignore[union-attr]
-        return checked(binding.convolution(src.desc, wanted, _desc(bias), dst.desc, stride, left, dilation,
+        return checked(binding.convolution(src.desc, weights, _desc(bias), dst.desc, stride, left, dilation,
                                             e.attributes, right), macs)  # fmt: skip
 
     result = _with_weights(
@@ -178,11 +185,18 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
         dst = b.new(shape, dtype, strides)
     if bias is not None and len(weight_shape) == 2:  # a linear layer's
         bias = bias.like((1, shape[-1]), (shape[-1], 1))
-    primitive = make(e, src, dst, bias)
+    primitive = make(e, src, dst, bias, Desc.any(weight_shape, parameters.dtype))
     layout = primitive.layout(Arg.WEIGHTS, weight_shape, parameters.dtype)
+    known = parameters.known(weight_shape)
+    if known and all(place.desc != layout for place in known):
+        # Another shape's layout, if the same kernel takes it: rather than the weight a second time.
+        with contextlib.suppress(OneDNNError, Unsupported):
+            other = make(e, src, dst, bias, known[0].desc)
+            if other.implementation == primitive.implementation:
+                primitive, layout = other, known[0].desc
     places: dict[int, Any] = {
         **e.places, Arg.SRC: src, Arg.DST: dst,
-        Arg.WEIGHTS: parameters.packed(layout, lambda: as_packed(parameters.weight())),
+        Arg.WEIGHTS: parameters.packed(layout, weight_shape, lambda: as_packed(parameters.weight())),
     }  # fmt: skip
     if bias is not None:
         places[Arg.BIAS] = bias
@@ -259,13 +273,12 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     count = rows.value.shape[0]
     strides = rows.strides(width)
     full = (*value.shape[:-1], width)
-    wanted = Desc.any((depth, width), parameters.dtype)
     macs = count * width * depth
 
-    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None) -> Primitive:
+    def make(e: Epilogue, src: Value, dst: Value, bias: Value | None, weights: Desc) -> Primitive:
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 2)
-        return checked(binding.matmul(src.desc, wanted, _desc(bias), dst.desc, e.attributes), macs)
+        return checked(binding.matmul(src.desc, weights, _desc(bias), dst.desc, e.attributes), macs)
 
     def fitted(other: Value) -> Value:
         other = without_repeats(other)
