@@ -222,7 +222,8 @@ SIZE_DECISIONS = {
         lambda m, x: m.last(torch.cat([p * 2 for p in m.fc(x).split(2, 1)], 1)), seq(), seq(3, 5), seq(2, 3)),
     "index of a list": (lambda m, x: m.last(m.fc(x)) * [1.0, 2.0, 3.0, 4.0][x.size(0)], seq(), seq(2, 9), seq(3)),
 }  # fmt: skip
-POSITIVE, NEGATIVE = torch.rand(2, 6, 8), -torch.rand(2, 6, 8)
+_SAME = torch.Generator().manual_seed(0)  # whatever other modules draw while they are collected
+POSITIVE, NEGATIVE = torch.rand(2, 6, 8, generator=_SAME), -torch.rand(2, 6, 8, generator=_SAME)
 VALUE_DECISIONS = {
     "if x.sum() > 0": lambda m, x: m.last(m.fc(x)) if x.sum() > 0 else m.fc(x),
     ".item() in a comparison": lambda m, x: m.last(m.fc(x)) * (2 if x.sum().item() > 0 else 3),
