@@ -32,7 +32,6 @@ from dbrq.lowering.onednn.values import PrimitiveStep
 MOVING = {
     "quantize",
     "reorder",
-    "quantize",
     "cat",
     "torch:cat",
     "torch:contiguous",
