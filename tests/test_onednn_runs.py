@@ -787,3 +787,19 @@ def test_a_scripted_graph_whose_model_is_gone_says_so():
     gc.collect()
     with pytest.raises(RuntimeError, match="dbrq::run: the model is gone"):
         run(part, x)
+
+
+def test_what_bfloat16_narrows_lives_as_long_as_it_is_read():
+    """The call that makes a plan runs on memory of its own; later ones in the arena, where lifetimes matter."""
+
+    def forward(m, x):
+        y = m.a(x)
+        for _ in range(3):
+            y = m.b(torch.logaddexp(y, x)) + torch.hypot(x, y)
+        return y
+
+    model, x = Call(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).eval(), torch.randn(4, 16)
+    lowered = dbrq.lower(convert(model, x).quantized, x, backend="onednn", dtype=torch.bfloat16)
+    other = torch.randn(9, 16)
+    first = lowered(other)
+    assert all(torch.equal(lowered(other), first) for _ in range(3))
