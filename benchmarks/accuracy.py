@@ -8,26 +8,21 @@ up to rounding. A dash means that the peer cannot run the model; the reason is p
 from __future__ import annotations
 
 import argparse
-import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from models import Benchmark, build
+from peers.of_inductor import pt2e
+from peers.of_torch import fx_quantized
+from peers.worker import call
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 
 import dbrq
-from dbrq.containers import call_arguments
 from dbrq.report import sqnr
 
 NAMES = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16", "bert-base", "minilm")
-
-
-def call(model: Callable, item: Any) -> Any:
-    args, kwargs = call_arguments(item)
-    return model(*args, **kwargs)
 
 
 def run_dbrq(bench: Benchmark) -> nn.Module:
@@ -35,37 +30,16 @@ def run_dbrq(bench: Benchmark) -> nn.Module:
 
 
 def run_fx(bench: Benchmark) -> nn.Module:
-    from torch.ao.quantization import get_default_qconfig_mapping
-    from torch.ao.quantization.backend_config import get_onednn_backend_config
-    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-
-    torch.backends.quantized.engine = "onednn"
-    config = get_onednn_backend_config()
-    args, kwargs = call_arguments(bench.calibration[0])
-    if kwargs:
+    if not isinstance(bench.calibration[0], Tensor):
         raise TypeError("FX tracing takes positional inputs only")
-    prepared = prepare_fx(
-        copy.deepcopy(bench.model), get_default_qconfig_mapping("onednn"), args, backend_config=config
-    )
-    for item in bench.calibration:
-        call(prepared, item)
-    return convert_fx(prepared, backend_config=config)
+    return fx_quantized(bench.model, bench.calibration)
 
 
 def run_pt2e(bench: Benchmark) -> nn.Module:
-    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as xiq
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-
-    args, kwargs = call_arguments(bench.calibration[0])
     free = torch.export.Dim.AUTO  # MiniLM's batches differ in size and length
-    shapes = {name: {0: free, 1: free} for name in kwargs} or None
-    strict = bench.name.startswith(("resnet", "mobilenet"))
-    exported = torch.export.export(bench.model, args, kwargs, dynamic_shapes=shapes, strict=strict).module()
-    quantizer = xiq.X86InductorQuantizer().set_global(xiq.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(exported, quantizer)
-    for item in bench.calibration:
-        call(prepared, item)
-    return convert_pt2e(prepared)
+    item = bench.calibration[0]
+    shapes = None if isinstance(item, Tensor) else {name: {0: free, 1: free} for name in item}
+    return pt2e(bench.name, bench.model, bench.calibration, shapes)
 
 
 def int8_kernel_calls(model: nn.Module, item: Any) -> int:

@@ -10,70 +10,30 @@ slice.
 from __future__ import annotations
 
 import argparse
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from accuracy import call, run_fx
 from models import Benchmark, build
+from peers.of_torch import scripted
+from peers.worker import batched, call, first
 from tabulate import tabulate
 from timing import interleaved
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.containers import call_arguments, tree_map
 from dbrq.report import sqnr
 
 ROWS = (("resnet18", 1), ("resnet50", 1), ("resnet50", 16), ("mobilenet_v2", 1), ("vit_b_16", 1), ("bert-base", 1),
         ("minilm", 1))  # fmt: skip
 
 
-def frozen(model: nn.Module, args: tuple, kwargs: dict, trace: bool) -> nn.Module:
-    if trace:
-        scripted = torch.jit.trace(
-            model, args or None, example_kwarg_inputs=kwargs or None, strict=False, check_trace=False
-        )
-    else:
-        scripted = torch.jit.script(model)
-    return torch.jit.freeze(scripted.eval())
-
-
 def peer(bench: Benchmark) -> tuple[str, nn.Module]:
     """The best torch-only int8 form of the model."""
-    args, kwargs = call_arguments(bench.test[0])
-    if not kwargs:
-        return "FX scripted", frozen(run_fx(bench), args, kwargs, trace=False)
-    from torch.ao.quantization import QuantWrapper, convert, get_default_qconfig, prepare
-
-    torch.backends.quantized.engine = "onednn"
-    model = copy.deepcopy(bench.model)
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                wrapped = QuantWrapper(child)
-                wrapped.qconfig = get_default_qconfig("onednn")  # type: ignore[assignment]
-                setattr(module, name, wrapped)
-    prepare(model, inplace=True)
-    for item in bench.calibration:
-        call(model, item)
-    convert(model, inplace=True)
-    model.config.return_dict = False
-    return "eager mode traced", frozen(model, args, kwargs, trace=True)
-
-
-def batched(item: Any, batch: int) -> Any:
-    return tree_map(
-        lambda leaf: leaf.repeat(batch, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, item
-    )
-
-
-def first(output: Any) -> Tensor:
-    """The model's main output, in whatever container a backend returns it."""
-    if isinstance(output, dict):
-        return next(iter(output.values()))
-    return output if isinstance(output, Tensor) else output[0]
+    item = bench.test[0]
+    name = "FX scripted" if isinstance(item, Tensor) else "eager mode traced"
+    return name, scripted(bench.model, bench.calibration, item)
 
 
 @torch.no_grad()

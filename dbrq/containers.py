@@ -39,10 +39,8 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         def change(out: Any) -> None:
             for key, new in changed.items():
                 out[key] = new
-                for name, held in getattr(
-                    out, "__dict__", {}
-                ).items():  # an attribute for an item, as some classes have
-                    if held is tree[key]:
+                for name, held in list(vars(out).items() if hasattr(out, "__dict__") else ()):
+                    if held is tree[key]:  # some classes have items as attributes too
                         out.__dict__[name] = new
 
         return _replaced(tree, change)

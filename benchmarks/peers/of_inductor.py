@@ -18,17 +18,19 @@ def variants(name: str, model: nn.Module, calibration: list[Any], item: Any, thr
     torch._dynamo.reset()
     compiled = torch.compile(model)
     yield "float Inductor", lambda: call(compiled, item)
-    quantized = torch.compile(_pt2e(name, model, calibration, item))
+    quantized = torch.compile(pt2e(name, model, calibration))
     yield "PT2E + Inductor", lambda: call(quantized, item)
 
 
-def _pt2e(name: str, model: nn.Module, calibration: list[Any], item: Any) -> nn.Module:
+def pt2e(name: str, model: nn.Module, calibration: list[Any], dynamic_shapes: Any = None) -> nn.Module:
+    """The Q/DQ graph of PT2E, calibrated."""
+    item = calibration[0]
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as xiq
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     args, kwargs = ((item,), {}) if isinstance(item, Tensor) else ((), dict(item))
     strict = name.startswith(("resnet", "mobilenet"))
-    exported = torch.export.export(model, args, kwargs, strict=strict).module()
+    exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict).module()
     quantizer = xiq.X86InductorQuantizer().set_global(xiq.get_default_x86_inductor_quantization_config())
     prepared = prepare_pt2e(exported, quantizer)
     for given in calibration:

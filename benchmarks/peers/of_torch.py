@@ -16,7 +16,7 @@ from .worker import call
 
 def variants(name: str, model: nn.Module, calibration: list[Any], item: Any, threads: int) -> Iterator[tuple]:
     yield "float eager", lambda: call(model, item)
-    yield from _attempt("torch int8 scripted", lambda: _scripted(model, calibration, item), item)
+    yield from _attempt("torch int8 scripted", lambda: scripted(model, calibration, item), item)
     quantized = dbrq.quantize(model, calibration)
     yield "dbrq eager", lambda: call(quantized, item)
     yield from _attempt("dbrq torchscript", lambda: dbrq.lower(quantized, item), item)
@@ -34,22 +34,28 @@ def _attempt(name: str, make: Callable[[], Callable], item: Any) -> Iterator[tup
     yield name, lambda: call(made, item)
 
 
-def _scripted(model: nn.Module, calibration: list[Any], item: Any) -> Callable:
-    """FX graph mode scripted and frozen; for transformers, which it cannot trace, eager mode traced and frozen."""
-    torch.backends.quantized.engine = "onednn"
-    if isinstance(item, Tensor):
-        from torch.ao.quantization import get_default_qconfig_mapping
-        from torch.ao.quantization.backend_config import get_onednn_backend_config
-        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+def fx_quantized(model: nn.Module, calibration: list[Any]) -> nn.Module:
+    """FX graph mode, engine onednn."""
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.backend_config import get_onednn_backend_config
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-        config = get_onednn_backend_config()
-        mapping = get_default_qconfig_mapping("onednn")
-        prepared = prepare_fx(copy.deepcopy(model), mapping, (item,), backend_config=config)
-        for given in calibration:
-            call(prepared, given)
-        return torch.jit.freeze(torch.jit.script(convert_fx(prepared, backend_config=config)).eval())
+    torch.backends.quantized.engine = "onednn"
+    config = get_onednn_backend_config()
+    mapping = get_default_qconfig_mapping("onednn")
+    prepared = prepare_fx(copy.deepcopy(model), mapping, (calibration[0],), backend_config=config)
+    for given in calibration:
+        call(prepared, given)
+    return convert_fx(prepared, backend_config=config)
+
+
+def scripted(model: nn.Module, calibration: list[Any], item: Any) -> nn.Module:
+    """FX graph mode scripted and frozen; for transformers, which it cannot trace, eager mode traced and frozen."""
+    if isinstance(item, Tensor):
+        return torch.jit.freeze(torch.jit.script(fx_quantized(model, calibration)).eval())
     from torch.ao.quantization import QuantWrapper, convert, get_default_qconfig, prepare
 
+    torch.backends.quantized.engine = "onednn"
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -27,6 +27,7 @@ from . import shared, torchscript
 from .bfloat16 import in_bfloat16
 from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
+from .onednn import OneDNNModel
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn")
@@ -86,7 +87,7 @@ def lower(
         asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
         print(lowering, *asserted, sep="\n", file=sys.stderr)
     scripted = _scripted(lowering, quantized)
-    written = any(node.meta.get("writes") for node in lowering.module.graph.nodes)
+    written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
     _warm(scripted, recording.inputs)
     for name, tensor in scripted.named_buffers():
@@ -96,8 +97,6 @@ def lower(
 
 
 def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
-    from .onednn import OneDNNModel
-
     codegen = recording.graph.graph._codegen
     returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
     model = OneDNNModel(recording.graph, returned, dtype, "").eval()

@@ -147,6 +147,11 @@ class Lowering:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
+    @property
+    def writes(self) -> bool:
+        """Whether the graph writes to memory."""
+        return any(node.meta.get("writes") for node in self.graph.nodes)
+
     def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
         """Apply each rewrite to the whole graph, in order."""
         for rewrite in rewrites:

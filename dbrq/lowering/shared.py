@@ -232,7 +232,7 @@ _SEE_STRIDES = frozenset({"as_strided", "stride", "as_strided_"})
 def free_of_strides(lowering: Lowering) -> None:
     """Kernels write channels_last, parts of merged layers are views: who saw contiguous values must not notice."""
     graph = lowering.graph
-    writes = any(node.meta.get("writes") for node in graph.nodes)
+    writes = lowering.writes
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "view" and not writes:
             node.target = "reshape"

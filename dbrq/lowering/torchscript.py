@@ -358,7 +358,7 @@ def own_accumulators(lowering: Lowering) -> None:
 def merge_linears(lowering: Lowering) -> None:
     """Linear layers of one input, all float out and alone, as one layer whose result is split: query, key and value."""
     graph = lowering.graph
-    if any(node.meta.get("writes") for node in graph.nodes):
+    if lowering.writes:
         return
     for source in list(graph.nodes):
         group = [

@@ -32,7 +32,6 @@ class Arg(enum.IntEnum):
     MULTIPLE_SRC = 1024
     SCALES = 4096
     ZERO_POINTS = 8192
-    DEPTHWISE = 16384
     POST_OP = 32768
 
 
@@ -71,7 +70,6 @@ class Alg(enum.IntEnum):
     SUB = 0x1FFF5
     NEAREST = 0x2FFF0
     LINEAR_RESAMPLING = 0x2FFF1
-    REDUCTION_MEAN = 0x30004
     SOFTMAX = 0x30000
     LOG_SOFTMAX = 0x30001
 
@@ -183,19 +181,7 @@ class Binary:
     other: Desc
 
 
-@dataclass(frozen=True)
-class Depthwise:
-    """A depthwise convolution behind a 1x1 one."""
-
-    weights: torch.dtype
-    bias: torch.dtype
-    dst: torch.dtype
-    kernel: int
-    stride: int
-    padding: int
-
-
-PostOp = Sum | Eltwise | Binary | Depthwise
+PostOp = Sum | Eltwise | Binary
 
 
 class Attributes:
@@ -233,11 +219,8 @@ def _append(ops: c_void_p, op: PostOp) -> None:
         lib.call("post_ops_append_sum", ops, op.scale, op.zero_point, DTYPES[op.dtype] if op.dtype else 0)
     elif isinstance(op, Eltwise):
         lib.call("post_ops_append_eltwise", ops, op.alg, op.alpha, op.beta)
-    elif isinstance(op, Binary):
-        lib.call("post_ops_append_binary", ops, op.alg, op.other.handle)
     else:
-        lib.call("post_ops_append_dw", ops, DTYPES[op.weights], DTYPES[op.bias], DTYPES[op.dst], op.kernel, op.stride,
-                 op.padding)  # fmt: skip
+        lib.call("post_ops_append_binary", ops, op.alg, op.other.handle)
 
 
 class Primitive:

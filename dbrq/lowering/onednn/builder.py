@@ -54,11 +54,12 @@ class PackedWeights:
     def known(self, key: str) -> list[Place]:
         return self._packed.get(key, [])
 
-    def pack(self, key: str, tensor: Tensor, wanted: Desc) -> Place:
-        """``tensor`` in the layout ``wanted``."""
+    def pack(self, key: str, make: Callable[[], Tensor], wanted: Desc) -> Place:
+        """What ``make`` gives, in the layout ``wanted``."""
         for place in self.known(key):
             if place.desc == wanted:
                 return place
+        tensor = make()
         packed = torch.zeros(max(wanted.size, 1), dtype=torch.uint8)
         source = Desc.strided(tensor.shape, tensor.dtype, tensor.stride())
         execute(
@@ -77,7 +78,7 @@ class PackedWeights:
 class Builder:
     """Compiles and executes one graph for given inputs, and keeps the steps.
 
-    Emitters (emitters.py) use ``new``, ``view``, ``constant``, ``run`` and what builds on them.
+    Emitters (emitters/) use ``new``, ``constant``, ``run`` and what builds on them.
 
     Args:
         tensor: path -> tensor that the model holds.
@@ -254,12 +255,6 @@ class Builder:
         if qparams is None:
             return value
         return self.reordered(value, self.dtype, None, qparams)
-
-    def packed_weight(self, key: str, tensor: Callable[[], Tensor], wanted: Desc) -> Place:
-        for place in self.packed.known(key):
-            if place.desc == wanted:
-                return place
-        return self.packed.pack(key, tensor(), wanted)
 
     # torch
 

@@ -72,12 +72,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "memory_desc_create_with_strides": [_OUT, c_int, _DIMS, c_int, _DIMS],
     "memory_desc_create_with_tag": [_OUT, c_int, _DIMS, c_int, c_int],
     "memory_desc_create_submemory": [_OUT, _HANDLE, _DIMS, _DIMS],
-    "memory_desc_reshape": [_OUT, _HANDLE, c_int, _DIMS],
     "memory_desc_clone": [_OUT, _HANDLE],
     "memory_desc_destroy": [_HANDLE],
     "memory_desc_equal": [_HANDLE, _HANDLE],
     "memory_desc_get_size": [_HANDLE],
-    "memory_desc_query": [_HANDLE, c_int, c_void_p],
     "memory_create": [_OUT, _HANDLE, _ENGINE, c_void_p],
     "memory_set_data_handle": [_HANDLE, c_void_p],
     "memory_destroy": [_HANDLE],
@@ -92,7 +90,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "post_ops_append_sum": [_HANDLE, c_float, c_int32, c_int],
     "post_ops_append_eltwise": [_HANDLE, c_int, c_float, c_float],
     "post_ops_append_binary": [_HANDLE, c_int, _HANDLE],
-    "post_ops_append_dw": [_HANDLE, c_int, c_int, c_int, c_int64, c_int64, c_int64],
     "primitive_desc_query": [_HANDLE, c_int, c_int, c_void_p],
     "primitive_desc_query_md": [_HANDLE, c_int, c_int],
     "primitive_desc_next_impl": [_HANDLE],
@@ -115,7 +112,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "layer_normalization_forward_primitive_desc_create":
         [_OUT, _ENGINE, c_int, _HANDLE, _HANDLE, _HANDLE, c_float, c_uint, _ATTRIBUTES],
     "matmul_primitive_desc_create": [_OUT, _ENGINE, *[_HANDLE] * 4, _ATTRIBUTES],
-    "reduction_primitive_desc_create": [_OUT, _ENGINE, c_int, _HANDLE, _HANDLE, c_float, c_float, _ATTRIBUTES],
     "resampling_forward_primitive_desc_create":
         [_OUT, _ENGINE, c_int, c_int, POINTER(c_float), _HANDLE, _HANDLE, _ATTRIBUTES],
     "get_effective_cpu_isa": [],
@@ -225,11 +221,3 @@ def library() -> Library:
         except AttributeError as error:
             raise OneDNNError(f"{place} is no oneDNN of version 3: {error}", hint=_HINT) from error
     raise OneDNNError("the onednn backend needs libdnnl, which was not found", got="; ".join(reasons), hint=_HINT)
-
-
-@functools.cache
-def openmp_pools() -> tuple[str, ...]:
-    """Paths of the OpenMP runtimes in this process; one is as it should be."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
-    return tuple(sorted(p for p in paths if Path(p).name.startswith(("libgomp", "libiomp", "libomp"))))

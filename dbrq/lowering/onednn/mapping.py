@@ -1,6 +1,6 @@
 """From the Q/DQ graph to partitions: which nodes one primitive computes.
 
-``REWRITES`` is the whole of it. A head (``HEADS``) takes along what follows it as long as that is read by nobody else:
+``REWRITES`` is the whole of it. A head (``_HEADS``) takes along what follows it as long as that is read by nobody else:
 a batch norm, functions, operations with other tensors, and the quantization of the result.
 """
 
@@ -335,7 +335,7 @@ def _reason(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     chain = chain_of(lowering, nodes[0])
     if chain is None:
         return "no primitive for it"
-    if any(n.meta.get("writes") for n in lowering.graph.nodes) and len(chain.nodes) > 1:
+    if lowering.writes and len(chain.nodes) > 1:
         between, inside = False, False
         for node in lowering.graph.nodes:
             inside = (inside or node is chain.nodes[0]) and node is not chain.nodes[-1]
@@ -437,7 +437,7 @@ def read_channels_last(lowering: Lowering) -> None:
 def quantize_before_moves(lowering: Lowering) -> None:
     """What is quantized after it was moved about in float is quantized where it was computed, and moved as integers."""
     graph = lowering.graph
-    if any(node.meta.get("writes") for node in graph.nodes):
+    if lowering.writes:
         return
     for quantize in list(graph.nodes):
         if not is_quantize(quantize):

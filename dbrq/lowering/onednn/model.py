@@ -74,7 +74,7 @@ class OneDNNModel(nn.Module):
         }
         self.placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
-        self.mutable = any(n.meta.get("writes") for n in self.lowering.graph.nodes)
+        self.mutable = self.lowering.writes
         self._written = written_attributes(self.lowering.graph)
         self._signature = inspect.Signature(
             [

@@ -104,7 +104,7 @@ class _Parameters:
         return self.b.packed.known(self._key(shape))
 
     def packed(self, wanted: Desc, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Place:
-        return self.b.packed_weight(self._key(shape), tensor, wanted)
+        return self.b.packed.pack(self._key(shape), tensor, wanted)
 
     def _key(self, shape: tuple[int, ...]) -> str:
         return f"{self.path}|{self.dtype}|{shape}|{self._norm}"
@@ -255,7 +255,7 @@ def deconvolution(b: Builder, p: Partition, arguments: list[Any], operands: list
         return tensor.transpose(-n - 2, -n - 1)
 
     places = {**e.places, Arg.SRC: value, Arg.DST: dst,
-              Arg.WEIGHTS: b.packed_weight(f"{weight.path}|{b.dtype}|transposed", packed, layout)}  # fmt: skip
+              Arg.WEIGHTS: b.packed.pack(f"{weight.path}|{b.dtype}|transposed", packed, layout)}  # fmt: skip
     if bias_value is not None:
         places[Arg.BIAS] = bias_value
     b.run(primitive, places, macs)
