@@ -8,7 +8,9 @@ hang on them:
 * module I/O hooks: entering and leaving a module that is not a leaf, and what the root takes and returns;
 * argument dequant hooks: any other op gets plain float tensors.
 
-All bookkeeping of a run (which op are we at) is in ``RunCall`` and its frames, so many threads can run one model.
+A run follows the recorded paths: ``Frame`` expects the op that came next when it was recorded, and looks an op up by
+its place in the code where the code branches otherwise. All bookkeeping of a run (which op are we at) is in ``RunCall``
+and its frames, so many threads can run one model.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +31,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
-from .errors import DeviationError
-from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
+from .mappings import FUNCTIONS, OpRow, Role, Spelling, function_name, mutates, reads_values
 from .record import Tag
+from .sites import border, chain_of_spots, spot
 from .tensors import Int8Tensor, Lazy, plain
 
 if TYPE_CHECKING:
-    from .quantization_state import AutoQuantizationState, Hook
+    from .quantization_state import AutoQuantizationState, Hook, Hooks
 
 hook_log = logging.getLogger("dbrq.hooks")
 TAG = "_dbrq_tag"
@@ -74,12 +76,23 @@ class ModelToken:
     def __init__(self, phase: str) -> None:
         self.phase = phase
         self.strict = False
+        self.warned: set[str] = set()
+
+    def warn_once(self, what: str, message: str) -> None:
+        """Warn of ``what``, the first time that it happens in this model."""
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(message, stacklevel=2)
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
         if _get_current_function_mode() is active.call is not None:
             with _pop_mode_temporarily():  # a model called by another: its ops are not the other's
-                return RunCall(self).run(intercepted, args, kwargs)
+                return self.run(intercepted, args, kwargs)
+        return self.run(intercepted, args, kwargs)
+
+    def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """One run, in int8."""
         return RunCall(self).run(intercepted, args, kwargs)
 
 
@@ -92,6 +105,8 @@ class InterceptedForward:
         token: shared by the model.
         row, attributes: its op, if it is a leaf of the op table; ``passes`` if in eval that op changes nothing.
         is_torch_leaf: torch's own module that holds no others; its ops are its caller's.
+        opaque: it is not looked into.
+        only_watched: its calls are seen while watching, and are nobody's business afterwards.
         state: its ``AutoQuantizationState``, if it is not a leaf or is the root.
     """
 
@@ -100,7 +115,7 @@ class InterceptedForward:
         self.previous = module.__dict__.get("forward")
         self.row: OpRow | None = None
         self.attributes: tuple[str, ...] = ()
-        self.passes = self.is_torch_leaf = False
+        self.passes = self.is_torch_leaf = self.opaque = self.only_watched = False
         self.state: AutoQuantizationState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,17 +132,29 @@ class InterceptedForward:
         index, hooks = frame.index, frame.hooks
         if index < len(hooks) and (hook := hooks[index]).module_path == self.path:
             frame.index = index + 1
-        else:
-            hook = frame.next(self.row, self.path)
+        elif (hook := frame.leaf(self.row, self.path)) is None:  # type: ignore[assignment]
+            return call.unrecorded_leaf(self, args, kwargs)
         if kwargs or len(args) != 1:
             return hook.module(call, self, args, kwargs)
         return hook.leaf(call, self, args[0])
 
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self.previous is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.previous
+
+    @border
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own forward."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, for a module whose ops are its caller's: sites begin with the caller."""
+        return InterceptedForward.original.__wrapped__(self, *args, **kwargs)
 
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
@@ -157,26 +184,73 @@ class InterceptedForward:
 
 
 class Frame:
-    """One call of one module in a run: the hooks of its recorded path, and how far the run has come."""
+    """One call of one module in a run: the hooks of the recorded path that it follows, and how far it has come.
 
-    __slots__ = ("hooks", "index", "state")
+    Attributes:
+        state: the module's.
+        known: the hooks of this call.
+        hooks, index: the path followed, and the op expected next.
+        ran: the pieces of paths that ran before the code branched to this one, as (hooks, from, to).
+        lenient: an op of the kind that is expected will do, wherever in the code it is.
+    """
 
-    def __init__(self, state: AutoQuantizationState, hooks: list[Hook]) -> None:
-        self.state, self.hooks, self.index = state, hooks, 0
+    __slots__ = ("hooks", "index", "known", "lenient", "ran", "start", "state")
 
-    def next(self, row: OpRow, path: str | None) -> Hook:
-        """The hook of the op that runs now; raises if the record has another one here."""
+    def __init__(self, state: AutoQuantizationState, known: Hooks, lenient: bool = False) -> None:
+        self.state, self.known, self.lenient = state, known, lenient
+        self.hooks, self.index, self.start = known.usual, 0, 0
+        self.ran: list[tuple[list[Hook], int, int]] = []
+
+    def leaf(self, row: OpRow, path: str) -> Hook | None:
+        """The hook of a leaf module that runs now; None if it was never recorded."""
         index = self.index
         if index < len(self.hooks):
             hook = self.hooks[index]
             if hook.row is row and hook.module_path == path:
                 self.index = index + 1
                 return hook
-        raise self.state.deviation(self.hooks, index, row.name if path is None else f"{row.name} ({path})")
+        return self._branch(self.state.places_of_leaf(row, path))
+
+    def function(self, row: OpRow, weight: Any) -> Hook | None:
+        """The hook of a function that runs now, with ``weight`` if its row takes one; None if never recorded."""
+        index = self.index
+        if index < len(self.hooks):
+            hook = self.hooks[index]
+            if hook.row is row and hook.module_path is None:
+                here = chain_of_spots() if hook.deep else spot()
+                if here in hook.spots and (weight is None or hook.reads_weight(weight)):
+                    self.index = index + 1
+                    return hook
+        found = self._branch(self.state.places_of_function(row, weight))
+        if found is not None:
+            found.spots.add(chain_of_spots() if found.deep else spot())
+        elif self.lenient and index < len(self.hooks):
+            hook = self.hooks[index]
+            if hook.row is row and hook.module_path is None and (weight is None or hook.reads_weight(weight)):
+                self.index = index + 1
+                return hook
+        return found
+
+    def _branch(self, places: list) -> Hook | None:
+        """Go on where one of ``places`` was recorded, if one was."""
+        for place in places:
+            nth = sum(
+                hook.op.place == place
+                for hooks, start, stop in (*self.ran, (self.hooks, self.start, self.index))
+                for hook in hooks[start:stop]
+            )
+            found = self.known.find(place, nth)
+            if found is not None:
+                self.ran.append((self.hooks, self.start, self.index))
+                self.hooks, self.start = found
+                self.index = self.start + 1
+                return self.hooks[self.start]
+        return None
 
     def finish(self) -> None:
-        if self.index != len(self.hooks):
-            raise self.state.deviation(self.hooks, self.index, "the end of forward")
+        """The forward is over; in strict models it must have ended where a recorded path does."""
+        if self.index != len(self.hooks) and self.state.token.strict:
+            self.state.check_end(self.hooks[self.index - 1].op if self.index else None, self.hooks[self.index].op)
 
 
 class RunCall(TorchFunctionMode):
@@ -185,8 +259,8 @@ class RunCall(TorchFunctionMode):
     def __init__(self, token: ModelToken) -> None:
         self.token = token
         self.frame: Frame | None = None
+        self.lenient = False
         self.counts: dict[int, int] = {}
-        self.lines: Counter[str] = Counter()
         self.mutations = 0
         self.quantized_inputs: dict[int, tuple] = {}
         self.input_tags: dict[int, Tag] = {}
@@ -198,10 +272,8 @@ class RunCall(TorchFunctionMode):
 
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         previous, active.call = active.call, self
-        # int8 kernels have no gradient: through what is float around them it would be silently wrong.
-        gradient = torch.is_grad_enabled() and self.token.phase == "observe"
         try:
-            with torch.set_grad_enabled(gradient), self:
+            with torch.no_grad(), self:  # int8 kernels have no gradient: through what is float it would be wrong
                 if intercepted.state is None:
                     return self._leave(self._leaf_alone(intercepted, args, kwargs))
                 self._tag_inputs(intercepted, args, kwargs)
@@ -219,7 +291,7 @@ class RunCall(TorchFunctionMode):
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
         with _disabled():
-            return tree_map(_untagged, output)
+            return tree_map(untagged, output)
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module of the model is called."""
@@ -241,7 +313,7 @@ class RunCall(TorchFunctionMode):
         hooks = state.hooks(count)
         if hooks is None:
             return self._opaque(intercepted, args, kwargs)
-        self.frame = Frame(state, hooks)
+        self.frame = Frame(state, hooks, self.lenient)
         try:
             if intercepted.row is not None:
                 output = self._leaf(intercepted, args, kwargs)
@@ -273,9 +345,23 @@ class RunCall(TorchFunctionMode):
                         if type(leaf) is Tensor and not any(leaf is g for g in given):
                             leaf.__dict__[TAG] = name
                 return output
-        hook = self.frame.next(row, intercepted.path)
+        hook = self.frame.leaf(row, intercepted.path)
+        if hook is None:
+            return self.unrecorded_leaf(intercepted, args, kwargs)
         output = hook.module(self, intercepted, args, kwargs)
         return output if self.log is None else self._logged(hook, output)
+
+    def unrecorded_leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A leaf module where it was never recorded: in float."""
+        assert self.frame is not None and intercepted.row is not None
+        name = intercepted.row.name
+        self.frame.state.unrecorded(name, intercepted.path)
+        with _disabled():
+            output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            for leaf in tree_leaves(output):
+                if type(leaf) is Tensor:
+                    leaf.__dict__[TAG] = name
+            return output
 
     def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A leaf called by itself, outside of the model."""
@@ -301,7 +387,10 @@ class RunCall(TorchFunctionMode):
             return self._pass(func, row, args, kwargs)
         if row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
-        hook = self.frame.next(row, None)
+        hook = self.frame.function(row, weight_given(spelling, args, kwargs) if row.takes_weight else None)
+        if hook is None:
+            self.frame.state.unrecorded(row.name, None)
+            return self._other(func, args, kwargs)
         if self.log_hooks:
             hook_log.debug("%s::%s.__torch_function__ start", self.frame.state.path or "<root>", row.name)
         output = hook.function(self, func, spelling, args, kwargs)
@@ -340,10 +429,6 @@ class RunCall(TorchFunctionMode):
     def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if not reads_values(func):
             return func(*args, **kwargs)
-        if func in READS_NUMBER and self.token.phase == "observe":
-            number = func(*args, **kwargs)
-            self.token.record.read(self.lines, number)  # type: ignore[attr-defined]
-            return number
         if mutates(func) or "out" in kwargs:
             output = self.run_float(func, args, kwargs, mutates(func))
             written = kwargs.get("out", args[0] if args else None)
@@ -389,7 +474,7 @@ class RunCall(TorchFunctionMode):
         return self.input_tags.get(id(value)) if tag is None else tag
 
 
-def _untagged(leaf: Any) -> Any:
+def untagged(leaf: Any) -> Any:
     if isinstance(leaf, Lazy):
         leaf = leaf.float_value()
     if type(leaf) is Tensor:
@@ -412,11 +497,6 @@ def has_float(args: tuple, kwargs: dict) -> bool:
     return False
 
 
-def unexpected_module_call(path: str, recorded: int) -> DeviationError:
-    return DeviationError(
-        "a module was called more often than in the watching run",
-        path=path,
-        expected=f"at most {recorded} call(s) in one run",
-        got=f"call number {recorded + 1}",
-        hint="pass example_inputs that take this path to prepare",
-    )
+def weight_given(spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+    """What a function that takes a weight got for it."""
+    return spelling.bind(args, kwargs)[1]

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from . import kernels
 from .auto_trace import TAG, InterceptedForward, RunCall
-from .errors import DeviationError, QuantizationError
+from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .record import SeenOp
 from .tensors import Int8Tensor, plain
-from .weights import StoredWeight, Watched, norm_scale, norm_shift, source_of, tensor_of
+from .watch import constant
+from .weights import StoredWeight, Watched, is_weight, norm_scale, norm_shift, source_of, tensor_of
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -49,12 +50,12 @@ class ComputePlan(Plan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         self.steps = op.decision.chain
-        self.modules = state.modules_by_path
+        self.modules = state.token.modules  # type: ignore[attr-defined]
         assert op.weight is not None
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
         kept = op.weight.key in state.token.kept_weights  # type: ignore[attr-defined]
         self.replaced = {} if kept else self.modules[op.weight.path]._parameters
-        self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = {}
+        self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = state.token.packed_for(op)  # type: ignore[attr-defined]
         self._post_ops: dict[int, PostOp] = {}
         self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
@@ -63,6 +64,9 @@ class ComputePlan(Plan):
         self.same_padding = asymmetric_padding(op)
         self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
+
+    def reads_weight(self, weight: Any) -> bool:
+        return is_weight(weight, self.weight.ref, self.modules)
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
         if type(x) is Int8Tensor and x.data_u8 is not None:
@@ -91,8 +95,9 @@ class ComputePlan(Plan):
             q, qparams = found
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
-        if self.row.ndim and self.op.leaf is None:
-            self._check_settings(bound)
+        if self.row.ndim and self.op.leaf is None and self._other_settings(bound):
+            self.state.unrecorded(f"{self.row.name} with stride, padding, dilation, groups = {bound[3:7]}", None)
+            return self._tagged(self.run_plain(list(bound)))
         if self.op.pad is not None:
             q = kernels.pad_mode(q, *self.op.pad)
         if self.same_padding is not None:
@@ -122,17 +127,9 @@ class ComputePlan(Plan):
             return self._tagged(type(module).forward(module, plain(bound[0])))
         return self._tagged(self.run_plain(list(bound)))
 
-    def _check_settings(self, bound: Sequence[Any]) -> None:
-        constants = tuple(tuple(b) if isinstance(b, list) else b for b in bound[3:7])
-        if constants != tuple(self.op.constants[3:7]):
-            raise DeviationError(
-                "a convolution runs with other settings than were recorded",
-                path=self.op.owner,
-                op=self.op.path,
-                expected=f"stride, padding, dilation, groups = {self.op.constants[3:7]}",
-                got=constants,
-                hint="keep them fixed, or set this op's qconfig to None",
-            )
+    def _other_settings(self, bound: Sequence[Any]) -> bool:
+        """Whether a functional convolution runs with another stride, padding, dilation or groups than recorded."""
+        return tuple(map(constant, bound[3:7])) != tuple(self.op.constants[3:7])
 
     # Kernels
 
@@ -278,12 +275,21 @@ class FusedPlan(Plan):
             return self.write(self.run_plain(bound))
         x = bound[slot]
         fused = x.deferred
+        if self._settings(bound) != self.op.constants[len(slots) :]:
+            self.state.unrecorded(f"{self.row.name} with {self._settings(bound)}", None)
+            return self._tagged(self.run_plain(bound))
         if self.adds:
             other = self._other(call, bound[1 - slot])
             if other is None:
                 return self.write(self.run_plain(bound))
             fused = Fused(fused.plan, fused.q, fused.qparams, other)
         return self._continue(x, fused)
+
+    def _settings(self, bound: list[Any]) -> tuple:
+        """The arguments that change what an activation or add computes; those of a batch norm are tensors."""
+        if self.row.role is Role.NORM:
+            return self.op.constants[1:]
+        return tuple(map(constant, bound[2 if self.adds else 1 :]))
 
     def _continues(self, x: Any) -> bool:
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""

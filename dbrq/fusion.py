@@ -48,18 +48,20 @@ def _chain(record: Record, head: SeenOp, taken: set[int]) -> list[SeenOp]:
 
 def _only_reader(record: Record, op: SeenOp) -> SeenOp | None:
     value = record.values[op.result.id]
+    if len(value.readers) == 1 and any(len(vids) > 1 for vids in value.readers[0].slots().values()):
+        return None  # on another path it reads something else
     if len(value.readers) != 1 or value.is_output or value.aliased_mutation or len(op.outputs) != 1:
         return None
     return value.readers[0]
 
 
 def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op: SeenOp) -> bool:
-    if op.index < 0 or record.values[op.result.id].aliased_mutation:
+    if not op.hooked or record.values[op.result.id].aliased_mutation:
         return False
     roles = [step.row.role for step in chain]
     if op.row.role is Role.NORM:
         return not chain and _folds(head, op)
-    if op.qconfig is None:
+    if op.qconfig is None or op.other_constants:
         return False
     if op.row.name == "add":
         return set(roles) <= {Role.NORM} and head.row.ndim in (0, 2) and _is_sum(record, before, op)

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_leaves
 from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
-from .record import ParameterRef, Tag, user_line
+from .record import ParameterRef, Tag
+from .sites import user_line
 from .spelling import spelled
 from .symbols import Traced, traced, untraced
 from .tensors import Int8Weight, plain

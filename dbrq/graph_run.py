@@ -8,7 +8,6 @@ decisions say that a value is read or written as int8.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import moves
-from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
+from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float, weight_given
 from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
@@ -27,9 +26,10 @@ from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
 from .plans import EmbeddingPlan, RecurrentPlan
-from .record import Tag, user_line
+from .record import Tag
 from .recurrent import recurrent_weights
 from .reference import run_float
+from .sites import user_line
 from .symbols import Traced
 from .tensors import Int8Weight
 from .watch import bind_leaf
@@ -49,7 +49,7 @@ class GraphRun(RunCall):
     def __init__(self, token: ModelToken, recorder: GraphRecorder) -> None:
         super().__init__(token)
         self.recorder = recorder
-        self.slow = True
+        self.slow = self.lenient = True
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
 
@@ -107,7 +107,10 @@ class GraphRun(RunCall):
             return args[0] if args else next(iter(kwargs.values()))
         if row is None or self.frame is None or self._plain or row.role is Role.FLOAT:
             return self._opaque(intercepted, args, kwargs)
-        hook = self.frame.next(row, intercepted.path)
+        hook = self.frame.leaf(row, intercepted.path)
+        if hook is None:
+            self.frame.state.unrecorded(row.name, intercepted.path)
+            return self._opaque(intercepted, args, kwargs)
         with self._at(intercepted.path, hook.op.path):
             if hook.op.decision.precision == "float":
                 with self.plainly():
@@ -144,7 +147,11 @@ class GraphRun(RunCall):
         if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._float(func, args, kwargs)
         assert self.frame is not None
-        hook = self.frame.next(spelling.row, None)
+        weight = weight_given(spelling, args, kwargs) if spelling.row.takes_weight else None
+        hook = self.frame.function(spelling.row, weight)
+        if hook is None:
+            self.frame.state.unrecorded(spelling.row.name, None)
+            return self._float(func, args, kwargs)
         with self._at(self.recorder.path, hook.op.path):
             return self._hooked(hook, func, spelling, args, kwargs)
 
@@ -172,7 +179,9 @@ class GraphRun(RunCall):
         bound = FUNCTIONS[func].bind(args, kwargs)
         if row.name in moves.DROPOUTS and not (bound[2] and bound[1]):
             return subject
-        if known is None or isinstance(subject, Int8Weight):
+        if isinstance(subject, Int8Weight) and (part := moves.move(func, row, subject, args, kwargs)) is not None:
+            return part
+        if known is None:
             return self.recorder.call(func, args, kwargs)
         if known.qparams is None or not moves.keeps_qparams(func, row, args, kwargs):
             output = self.recorder.call(func, args, kwargs)
@@ -376,16 +385,11 @@ class GraphRun(RunCall):
         known = self.recorder.known(x)
         if known is not None and known.qparams is not None:
             return x
-        read = hook.reads[number]
         tag = None if known is None else known.tag
-        if tag != read.tag:
-            warnings.warn(
-                f"dbrq: {hook.op.path} stays float in the graph: it reads a value made by {tag!r} and was recorded "
-                f"with the value that {read.tag!r} made",
-                stacklevel=2,
-            )
+        qparams = hook.edge(number, tag)
+        if qparams is None:
+            hook.unrecorded(tag, number)
             return None
-        qparams = hook.read_qparams[number]
         key = ("read", id(x), x._version, qparams)
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:

@@ -73,6 +73,11 @@ class OpRow:
         """The names of its parameters, in order."""
         return _names(self.params)
 
+    @functools.cached_property
+    def takes_weight(self) -> bool:
+        """Whether its second parameter is a weight."""
+        return self.role in (Role.COMPUTE, Role.EMBEDDING) and self.name != "matmul"
+
     def __reduce__(self) -> tuple:
         return _row, (self.name,)
 

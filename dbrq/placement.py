@@ -6,6 +6,8 @@ Convolutions and linear layers read int8. Everything else reads int8 only where 
 exist;
 * any other value stays float, and those who need int8 quantize it when they read it.
 
+The record is of all paths together: a value is pure if that holds on each of them.
+
 So a residual stream that a layer norm reads keeps its precision, and a convolutional network stays on integers from one
 convolution to the next. Soft readers (add, cat, pools) start out as int8 readers and fall back to float until nothing
 changes; falling back only ever makes more values float, so this ends.
@@ -15,14 +17,14 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from .fusion import find_chains, step_of
 from .mappings import Role
 from .qconfigs import kind, symmetric_weight
-from .record import Decision, Read, Record, SeenOp, Step
+from .record import Decision, Read, Record, SeenOp, Step, Tag
 
 _SOFT = (Role.ELEMENTWISE, Role.POOL, Role.SHARE)
 
@@ -35,12 +37,29 @@ class Level(enum.Enum):
     FLOAT = "float"
 
 
+@dataclass(frozen=True)
+class Observation:
+    """How an op observes a value that it reads as int8.
+
+    Attributes:
+        key: the id under which its qparams are kept.
+        source: the value whose elements it has, ...
+        whole: ... and whether it has all of them.
+        made: whether it is made of observed values, so that only fake quantization has anything to do.
+    """
+
+    key: int
+    source: int
+    whole: bool
+    made: bool
+
+
 class Placement:
     """The decisions for one record.
 
     Attributes:
-        keys: value id -> id under which its qparams are kept; values that share an observer have one key.
-        observed: value id -> op that observes it.
+        keys: value id -> id under which its qparams are kept.
+        observed: (op, value id) of each reading as int8 -> how it is observed.
     """
 
     def __init__(self, record: Record, fuse: bool, forced: dict[int, str] | None = None) -> None:
@@ -59,6 +78,7 @@ class Placement:
         self._settle()
         self._parents: dict[int, int] = {}
         self._share()
+        self.keys = {vid: self.key(vid) for vid in record.values}
         self.observed = self._choose_observers()
         self._decide()
 
@@ -97,10 +117,12 @@ class Placement:
                 return "matmul takes a static qconfig"
             constant = any(self.record.values[vid].info.constant for _, vid in op.activations)
             flat = any(len(self.record.values[vid].info.shape) < 2 for _, vid in op.activations)
-            return "one operand is a constant or a vector" if constant or flat or len(op.activations) < 2 else ""
+            return "one operand is a constant or a vector" if constant or flat or len(op.slots()) < 2 else ""
         if op.row.name != "linear" and mode != "static":
             return f"no {mode} int8 kernel for convolutions"
-        if self.record.values[op.activations[0][1]].info.constant if op.activations else True:
+        if op.row.ndim and not op.is_module and any(c[3:7] != op.constants[3:7] for c in op.other_constants):
+            return "its stride, padding, dilation or groups are chosen at run time"
+        if all(self.record.values[vid].info.constant for _, vid in op.activations):
             return "its input is a parameter, or comes from code that no hook sees"
         return ""
 
@@ -111,7 +133,7 @@ class Placement:
         if not reason and kind(op.qconfig)[0] != "static":
             reason = kind(op.qconfig)[1] or "element-wise ops take a static qconfig"
         if not reason:
-            reason = _unsuitable(op)
+            reason = next(filter(None, (_unsuitable(op, c) for c in (op.constants, *op.other_constants))), "")
         if not reason and any(self.record.values[v].info.dtype is not torch.float32 for _, v in op.activations):
             reason = "its inputs are not float32"
         if reason:
@@ -220,10 +242,26 @@ class Placement:
     def _share(self) -> None:
         for op in self.record.hooked():
             if op.row.role is Role.SHARE and id(op) in self.soft:
-                target = self.key(op.activations[0][1])
-                for vid in [*(v for _, v in op.activations[1:]), op.result.id]:
-                    if (other := self.key(vid)) != target:
-                        self._parents[other] = target
+                self._join([*(v for _, v in op.activations), op.result.id])
+            if id(op) in self._is_hard or id(op) in self.soft:
+                for vids in op.slots().values():
+                    self._share_by_producer(vids)
+
+    def _share_by_producer(self, vids: list[int]) -> None:
+        """Values that one kind of op made in float cannot be told apart by their reader."""
+        by_tag: dict[Tag, list[int]] = {}
+        for vid in vids:
+            by_tag.setdefault(self.record.values[vid].info.tag, []).append(vid)
+        for same in by_tag.values():
+            if len(same) > 1:
+                self._join(same)
+
+    def _join(self, vids: list[int]) -> None:
+        """Have ``vids`` share one observer."""
+        for vid in vids[1:]:
+            target = self.key(vids[0])
+            if (other := self.key(vid)) != target:
+                self._parents[other] = target
 
     def _int8_reads(self, op: SeenOp) -> list[int]:
         if id(op) in self._is_hard or id(op) in self.soft:
@@ -232,23 +270,16 @@ class Placement:
             return [v for _, v in op.activations if self._is_other(op, v) and (id(op), v) not in self._float_reads]
         return []
 
-    def _choose_observers(self) -> dict[int, SeenOp]:
-        """value id -> first op that reads it as int8, for values that are not made of observed ones."""
-        chosen: dict[int, SeenOp] = {}
-        covered: set[int] = set()  # values of which all elements are observed
+    def _choose_observers(self) -> dict[tuple[SeenOp, int], Observation]:
+        found: dict[tuple[SeenOp, int], Observation] = {}
         for op in self.record.hooked():
             for vid in self._int8_reads(op):
                 source = self._source(vid)
                 producer = self.record.values[source].producer
-                made_of_observed = (
-                    producer is not None and producer.row.role is Role.SHARE and id(producer) in self.soft
-                )
-                if made_of_observed or source in covered or vid in chosen:
-                    continue
-                chosen[vid] = op
-                if self._size(vid) >= self._size(source):  # not a slice
-                    covered.add(source)
-        return chosen
+                made = producer is not None and producer.row.role is Role.SHARE and id(producer) in self.soft
+                whole = self._size(vid) >= self._size(source)  # not a slice
+                found[op, vid] = Observation(self.key(vid), source, whole, made)
+        return found
 
     def _size(self, vid: int) -> int:
         return math.prod(self.record.values[vid].info.shape)
@@ -280,8 +311,13 @@ class Placement:
             if chain := self.chains.get(id(head)):
                 self._decide_chain(head, chain)
 
-    def _read(self, op: SeenOp, slot: int, vid: int) -> Read:
-        return Read(slot, self.key(vid), self.record.values[vid].info.tag)
+    def _reads(self, op: SeenOp, slots: dict[int, list[int]]) -> tuple[Read, ...]:
+        reads = []
+        for slot, vids in slots.items():
+            edges = dict.fromkeys((self.record.values[vid].info.tag, self.key(vid)) for vid in vids)
+            (tag, key), *others = edges
+            reads.append(Read(slot, key, tag, tuple(others)))
+        return tuple(reads)
 
     def _writes(self, vid: int) -> int | None:
         return self.key(vid) if self.pure(vid) else None
@@ -295,7 +331,7 @@ class Placement:
         if id(op) in self.modes and id(op) not in self._is_hard:
             return Decision("int8", mode=self.modes[id(op)], kernel=_kernel(op, self.modes[id(op)], ()))
         if id(op) in self._is_hard or id(op) in self.soft:
-            reads = tuple(self._read(op, slot, vid) for slot, vid in op.activations)
+            reads = self._reads(op, op.slots())
             return Decision("int8", reads=reads, writes=self._writes(op.result.id), kernel=_kernel(op, "static", ()))
         reason = (
             self.reasons.get(id(op)) or op.row.reason or _FLOAT_REASONS.get(op.row.role, "no int8 kernel for this op")
@@ -309,9 +345,10 @@ class Placement:
         for op in chain:
             step = step_of(op, before)
             if step.other_slot is not None:
-                vid = next(v for slot, v in op.activations if slot == step.other_slot)
+                (vid,) = op.slots()[step.other_slot]
                 if (id(op), vid) not in self._float_reads:
-                    step = replace(step, other=self._read(op, step.other_slot, vid))
+                    (other,) = self._reads(op, {step.other_slot: [vid]})
+                    step = replace(step, other=other)
             steps.append(step)
             reads = () if step.other is None else (step.other,)
             op.decision = Decision(
@@ -328,12 +365,12 @@ _FLOAT_REASONS = {
 }
 
 
-def _unsuitable(op: SeenOp) -> str:
+def _unsuitable(op: SeenOp, constants: tuple) -> str:
     """Why the arguments of a soft op rule out int8; "" if they do not."""
-    name, constants = op.row.name, op.constants
+    name = op.row.name
     if name == "div" and constants[2] is not None:
         return "division with rounding"
-    if name.startswith("max_pool") and (constants[6] or len(op.activations) != 1):
+    if name.startswith("max_pool") and (constants[6] or len(op.slots()) != 1):
         return "it returns indices"
     if name == "interpolate" and constants[3] not in ("nearest", "nearest-exact"):
         return f"interpolation mode {constants[3]} computes new values"

@@ -6,7 +6,6 @@ Plans are read-only while they run, so threads share them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ from torch import Tensor
 from .auto_trace import INT8, TAG, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError
-from .kernels import QParams, quantize
-from .mappings import Spelling, asks_inplace
-from .record import Read, SeenOp
+from .kernels import QParams, quantize, together
+from .mappings import Role, Spelling, asks_inplace
+from .record import Read, SeenOp, Tag
 from .reference import run_float
+from .sites import Spot
 from .tensors import Int8Tensor, plain
 from .watch import bind_leaf
 
@@ -39,6 +39,38 @@ class Plan:
         self.tag = op.result.tag
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
+        self.spots: set[Spot] = set()
+        self.deep = False
+        self._edges: dict[tuple[int, Tag], QParams | None] = {}
+
+    def reads_weight(self, weight: Any) -> bool:
+        """Whether ``weight`` is the one that this op was recorded with."""
+        return True
+
+    # Where values come from
+
+    def edge(self, number: int, tag: Tag) -> QParams | None:
+        """qparams with which read ``number`` takes a float value that ``tag`` made; None if it was never seen to."""
+        if tag == self.reads[number].tag:
+            return self.read_qparams[number]
+        key = (number, tag)
+        if key not in self._edges:
+            self._edges[key] = self._find_edge(number, tag)
+        return self._edges[key]
+
+    def _find_edge(self, number: int, tag: Tag) -> QParams | None:
+        reads = self.reads if self.row.role is Role.SHARE else (self.reads[number],)
+        edges = [edge for read in reads for edge in read.edges]
+        for known, key in edges:
+            if known == tag:
+                return self.state.qparams(key)
+        token: Any = self.state.token
+        own = token.qparams_of(tag)
+        if own is not None:  # another reader was recorded with this very value
+            return own
+        place = token.place_of(tag)
+        same = [] if place is None else [key for known, key in edges if token.place_of(known) == place]
+        return together([self.state.qparams(key) for key in same]) if same else None  # another time of a loop
 
     # The two ways an op is spelled
 
@@ -82,14 +114,15 @@ class Plan:
             if x.data_u8 is not None:
                 return x.data_u8, x.qparams  # type: ignore[return-value]
             x = x.float_value()
-        qparams, read = self.read_qparams[number], self.reads[number]
+        tag = call.tag_of(x)
+        qparams = self.edge(number, tag)
+        if qparams is None:
+            self.unrecorded(tag, number)
+            return None
         inputs = id(x) in call.input_tags
         cached = call.quantized_inputs.get(id(x)) if inputs else x.__dict__.get(INT8)
         if cached is not None and cached[0] == qparams and cached[2] == call.mutations and cached[3] is call:
             return cached[1], qparams
-        if call.tag_of(x) != read.tag:
-            self._unrecorded(f"a value made by {call.tag_of(x)!r}", f"the value that {read.tag!r} made")
-            return None
         self.require_float32(x)
         q = quantize(x.detach(), qparams)
         entry = (qparams, q, call.mutations, call)
@@ -110,18 +143,23 @@ class Plan:
                 hint="pass float32, as in the watching run",
             )
 
-    def _unrecorded(self, got: str, expected: str) -> None:
-        if self.state.token.strict:
+    def unrecorded(self, tag: Tag, number: int) -> None:
+        """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
+        token = self.state.token
+        got = f"a value made by {tag!r}"
+        expected = "the value that " + " or ".join(repr(t) for t, _ in self.reads[number].edges) + " made"
+        if token.strict:
             raise DeviationError(
                 "an op reads another value than was recorded",
                 path=self.op.owner,
                 op=self.op.path,
                 expected=expected,
                 got=got,
-                hint="prepare with example_inputs that take this path",
+                hint="calibrate with inputs that take this path",
             )
-        warnings.warn(
-            f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}", stacklevel=2
+        token.warn_once(
+            f"edge {self.op.path}",
+            f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}",
         )
 
     def write(self, value: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .record import SeenOp
 from .recurrent import recurrent_weights, run_recurrent
 from .reference import run_float
 from .tensors import Int8Tensor, plain
-from .weights import Watched
+from .weights import Watched, is_weight
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -35,6 +35,8 @@ class ElementwisePlan(Plan):
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         same = len(self.reads) == 2 and bound[0] is bound[1]
         for number, read in enumerate(self.reads):
+            if not isinstance(bound[read.slot], Tensor):  # a number, on this path
+                continue
             if same and number == 1:
                 bound[1] = bound[0]
                 continue
@@ -65,7 +67,8 @@ class SharePlan(Plan):
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         assert self.out is not None
-        found = [self.read_int8(call, x, i) for i, x in enumerate(self._inputs(bound))]
+        last = len(self.reads) - 1  # more may come than ever before
+        found = [self.read_int8(call, x, min(i, last)) for i, x in enumerate(self._inputs(bound))]
         if any(f is None for f in found):
             return self.write(self.run_plain(bound))
         data = [kernels.requantize(*f, self.out) for f in found]  # type: ignore[misc]
@@ -119,9 +122,12 @@ class EmbeddingPlan(Plan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         assert op.weight is not None
-        self.owner, self.name = state.modules_by_path[op.weight.path], op.weight.name
+        self.modules = state.token.modules  # type: ignore[attr-defined]
+        self.owner, self.name = self.modules[op.weight.path], op.weight.name
         self.axis = state.token.weight_axes[op.weight.key]  # type: ignore[attr-defined]
-        self.whole = op.weight.offset == 0 and len(op.weight.shape) == 2
+
+    def reads_weight(self, weight: Any) -> bool:
+        return is_weight(weight, self.op.weight, self.modules)  # type: ignore[arg-type]
 
     def _rows(self, index: Tensor) -> Tensor:
         buffers = self.owner._buffers

@@ -1,49 +1,71 @@
 """``AutoQuantizationState``: what was seen in one module, its observers, and after conversion its qparams.
 
-Hooks of a run come from here: ``hooks(n)`` are the op hooks of the module's n-th call, in recorded order. Nothing in a
-state changes during a run, except what observers collect.
+The op hooks of a run come from here: ``hooks(n)`` are those of the module's n-th call. Nothing in a state changes
+during a run.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .auto_trace import INT8, InterceptedForward, ModelToken, RunCall, unexpected_module_call
-from .errors import CalibrationError, DeviationError
-from .kernels import QParams
-from .mappings import OpRow, Role, Spelling
-from .observers import HistogramObserver
-from .record import Read, SeenCall, SeenOp, Tag
-from .reference import run_float
-from .watch import activations, bind_leaf
-from .weights import norm_scale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_disabled = torch._C.DisableTorchFunction
+from .auto_trace import InterceptedForward, ModelToken, RunCall
+from .errors import DeviationError
+from .kernels import QParams, together
+from .mappings import OpRow, Spelling
+from .record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
+from .sites import Spot, site
 
 
 class Hook(Protocol):
     """What happens at one op. ``module`` serves leaf modules (``leaf``: with one argument), ``function`` everything
     else.
+
+    Attributes:
+        spots: where in the code the op was met in this process.
+        deep: whether that takes the whole chain of calls to tell.
     """
 
     op: SeenOp
     row: OpRow
     module_path: str | None
     reads: Sequence[Read]
+    spots: set[Spot]
+    deep: bool
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any: ...
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any: ...
+
+    def reads_weight(self, weight: Any) -> bool: ...
+
+
+class Hooks:
+    """The op hooks of one call of a module.
+
+    Attributes:
+        usual: those of the path that was seen most.
+    """
+
+    def __init__(self, state: AutoQuantizationState, paths: Sequence[list[Hook]], usual: int) -> None:
+        self.state, self.usual = state, paths[usual] if paths else []
+        self._at: dict[tuple[Place, int], tuple[list[Hook], int]] = {}
+        for hooks in paths:
+            for position, hook in enumerate(hooks):
+                self._at.setdefault((hook.op.place, hook.op.nth), (hooks, position))
+
+    def find(self, place: Place, nth: int) -> tuple[list[Hook], int] | None:
+        """Where a recorded path goes through ``place`` for the ``nth`` time in this call; if none does, where one goes
+        through it at all, in hooks that serve any time and any call.
+        """
+        return self._at.get((place, nth)) or self.state.any_hooks().get(place)
 
 
 class AutoQuantizationState(nn.Module):
@@ -57,13 +79,11 @@ class AutoQuantizationState(nn.Module):
         scale, zero_point: after conversion, the qparams of the values in ``slots``: float32 ``[n]`` and int64 ``[n]``.
         anchor: an empty parameter where conversion left the module none, for code that asks
             ``next(self.parameters())``.
-        modules_by_path: path -> module, for the leaves and parameters that the ops here use.
     """
 
-    def __init__(self, path: str, token: ModelToken, calls: list[SeenCall], modules: dict[str, nn.Module]) -> None:
+    def __init__(self, path: str, token: ModelToken, calls: list[SeenCall]) -> None:
         super().__init__()
         self.path, self.token, self.calls = path, token, calls
-        self.__dict__["modules_by_path"] = modules  # not children: they belong to the model
         self.opaque = False
         self.observers = nn.ModuleDict()
         self.weight_fake_quants = nn.ModuleDict()
@@ -71,29 +91,45 @@ class AutoQuantizationState(nn.Module):
         self.ranges: dict[int, tuple[int, int]] = {}
         self.register_buffer("scale", torch.empty(0))
         self.register_buffer("zero_point", torch.empty(0, dtype=torch.int64))
-        self._hooks: dict[int, list[Hook]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hooks: dict[int, Hooks] = {}
+        self._plans: dict[SeenOp, Hook] = {}
+        self._any: dict[Place, tuple[list[Hook], int]] | None = None
+        self._any_lists: dict[tuple[int, int], list[Hook]] = {}
+        self._functions: dict[tuple[str, Any], list[tuple[Place, Hook]]] = {}
 
     # What was seen
 
     def ops(self) -> list[SeenOp]:
-        return [op for call in self.calls for path in call.paths for op in path]
+        return list(dict.fromkeys(op for call in self.calls for path in call.paths for op in path.ops))
 
     def input_tags(self) -> dict[str, tuple[Tag, ...]]:
         return self.calls[0].input_tags if self.calls else {}
 
-    def deviation(self, hooks: list[Hook], index: int, got: str) -> DeviationError:
-        expected = "the end of forward"
-        if index < len(hooks):
-            hook = hooks[index]
-            expected = f"{hook.row.name} ({hook.module_path})" if hook.module_path is not None else hook.row.name
-        return DeviationError(
-            "the run left the path that was recorded",
-            path=self.path,
-            op=got,
-            expected=f"{expected}, as op {index} of this module's forward",
-            got=got,
-            hint="call the model as prepare saw it, or prepare it with example_inputs that take this path",
-        )
+    def unrecorded(self, op: str, leaf: str | None) -> None:
+        """``op`` runs where no recorded path has it: raise in strict models, else warn once."""
+        name = f"{self.path}.{op}".lstrip(".") if leaf is None else leaf
+        if self.token.strict:
+            raise DeviationError(
+                "the run left the paths that were recorded", path=self.path, op=name, expected="a recorded path",
+                got=f"{op} ({name})", hint="calibrate with inputs that take this path",
+            )  # fmt: skip
+        self.token.warn_once(
+            f"{op} {name}",
+            f"dbrq: {name} runs in float: {op} in module {self.path or '<root>'} is on a path that was not recorded",
+        )  # fmt: skip
+
+    def check_end(self, last: SeenOp | None, expected: SeenOp) -> None:
+        """Raise unless some recorded path ends where a run did, after ``last``."""
+        ends = {path.ops[-1].place if path.ops else None for call in self.calls for path in call.paths}
+        if (None if last is None else last.place) not in ends:
+            raise DeviationError(
+                "the run left the paths that were recorded", path=self.path, op=expected.path,
+                expected=f"{expected.op} ({expected.path})", got="the end of forward",
+                hint="calibrate with inputs that take this path",
+            )  # fmt: skip
 
     # qparams
 
@@ -105,37 +141,92 @@ class AutoQuantizationState(nn.Module):
         self.scale = torch.tensor([q.scale for q in qparams.values()], dtype=torch.float32)
         self.zero_point = torch.tensor([q.zero_point for q in qparams.values()], dtype=torch.int64)
 
-    def qparams(self, key: int) -> QParams:
+    def qparams(self, key: Key) -> QParams:
+        """qparams of a value; of several values, those of their ranges together."""
+        if isinstance(key, tuple):
+            return together([self.qparams(k) for k in key])
         slot = self.slots[key]
         return QParams(float(self.scale[slot]), int(self.zero_point[slot]), *self.ranges[key])
 
     # Hooks
 
-    def hooks(self, count: int) -> list[Hook] | None:
+    def hooks(self, count: int) -> Hooks | None:
         """The op hooks of the module's call number ``count`` in a run; None if it is not looked into."""
         if self.opaque:
             return None
         hooks = self._hooks.get(count)
         if hooks is None:
-            if count >= len(self.calls):
-                raise unexpected_module_call(self.path, len(self.calls))
-            with _disabled():
-                hooks = self._hooks[count] = [self._hook(op) for op in self.calls[count].paths[0]]
+            with torch._C.DisableTorchFunction():
+                hooks = self._hooks[count] = self._hooks_of(count)
         return hooks
+
+    def _hooks_of(self, count: int) -> Hooks:
+        if count < len(self.calls):
+            paths = self.calls[count].paths
+            most = max(range(len(paths)), key=lambda i: paths[i].seen, default=0)
+            return Hooks(self, [[self.plan(op) for op in path.ops] for path in paths], most)
+        if not self.calls:
+            return Hooks(self, [], 0)
+        last = self.calls[-1].paths
+        self.any_hooks()
+        return Hooks(self, [self._any_lists[len(self.calls) - 1, i] for i in range(len(last))], 0)
+
+    def plan(self, op: SeenOp) -> Hook:
+        """The hook of one op."""
+        hook = self._plans.get(op)
+        if hook is None:
+            from .plans import plan
+
+            hook = self._plans[op] = plan(self, op)
+            hook.deep = self._is_deep(op)
+        return hook
+
+    def _is_deep(self, op: SeenOp) -> bool:
+        """Whether another op here is written on the same innermost line, but called from elsewhere."""
+        where = op.place.where
+        others = {o.place.where for o in self.ops()} if not isinstance(where, str) else set()
+        return any(o != where and not isinstance(o, str) and o[:1] == where[:1] for o in others)
+
+    def any_hooks(self) -> dict[Place, tuple[list[Hook], int]]:
+        """Hooks for when a loop runs on, or the module is called again: place -> one that serves any time and any
+        call, and the path it is on.
+        """
+        if self._any is None:
+            with torch._C.DisableTorchFunction():
+                times: dict[Place, list[SeenOp]] = {}
+                for op in self.ops():
+                    times.setdefault(op.place, []).append(op)
+                made = {place: self.plan(_any_time(ops)) for place, ops in times.items()}
+                found: dict[Place, tuple[list[Hook], int]] = {}
+                for number, call in enumerate(self.calls):
+                    for i, path in enumerate(call.paths):
+                        hooks = self._any_lists[number, i] = [made[op.place] for op in path.ops]
+                        for position, op in enumerate(path.ops):
+                            found.setdefault(op.place, (hooks, position))
+                self._any = found
+        return self._any
+
+    def places_of_leaf(self, row: OpRow, path: str) -> list[Place]:
+        return [Place(row.name, path)]
+
+    def places_of_function(self, row: OpRow, weight: Any) -> list[Place]:
+        """The recorded places that the op which runs now may be at; one, unless its weight is chosen at run time."""
+        where = site()
+        found = self._functions.get((row.name, where))
+        if found is None:
+            ops = [op for op in self.ops() if op.row is row and op.leaf is None and op.place.where == where]
+            with torch._C.DisableTorchFunction():
+                found = [(op.place, self.plan(op)) for op in {op.place: op for op in ops}.values()]
+            self._functions[row.name, where] = found
+        return [place for place, hook in found if weight is None or hook.reads_weight(weight)]
 
     def refresh(self) -> None:
         """Forget what was derived from the qparams, since they may have changed."""
-        self._hooks = {}
-
-    def _hook(self, op: SeenOp) -> Hook:
-        if self.token.phase == "observe":
-            return ObserveHook(self, op)
-        from .plans import plan
-
-        return plan(self, op)
+        self._forget()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_hooks": {}}
+        derived = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_functions": {}}
+        return {**self.__dict__, **derived}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
         new = self.__class__.__new__(self.__class__)
@@ -150,7 +241,7 @@ class AutoQuantizationState(nn.Module):
         for number, call in enumerate(self.calls):
             lines.append(f"(call {number}): {{")
             for path in call.paths:
-                lines += [f"  {i}: {self._describe(op)}" for i, op in enumerate(path)]
+                lines += [f"  {i}: {self._describe(op)}" for i, op in enumerate(path.ops)]
             lines.append("}")
         return "\n".join(lines)
 
@@ -158,8 +249,8 @@ class AutoQuantizationState(nn.Module):
         decision = op.decision
         text = f"{op}\n     {decision.precision}"
         text += f" ({decision.reason})" if decision.reason else f", {decision.kernel}"
-        for name, keys in (("reads", [r.value for r in decision.reads]), ("writes", [decision.writes])):
-            keys = [k for k in keys if k is not None]
+        read = [key for r in decision.reads for _, key in r.edges]
+        for name, keys in (("reads", read), ("writes", [] if decision.writes is None else [decision.writes])):
             if keys:
                 text += f"; {name} " + ", ".join(
                     f"{k} ({self.qparams(k)})" if k in self.slots else str(k) for k in keys
@@ -167,123 +258,35 @@ class AutoQuantizationState(nn.Module):
         return text
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
+    """An op that stands for ``ops``, the same place at other times, wherever its values come from."""
+    last = ops[-1]
+    decisions = [op.decision for op in ops]
+    if len(ops) == 1:
+        return last
+    if any(d.precision != "int8" or d.mode != last.decision.mode for d in decisions):
+        return replace(last, decision=Decision(reason="it does not always run in int8"))
+    reads = []
+    for read in last.decision.reads:
+        edges: dict[Tag, list[Key]] = {}
+        for tag, key in _edges(decisions, read.slot):
+            edges.setdefault(tag, []).append(key)
+        merged = [(tag, _key(keys)) for tag, keys in edges.items()]
+        first = next(m for m in merged if m[0] == read.tag)
+        reads.append(Read(read.slot, first[1], read.tag, tuple(m for m in merged if m is not first)))
+    written = [d.writes for d in decisions]
+    writes = None if None in written else _key(written)  # type: ignore[arg-type]
+    return replace(last, decision=replace(last.decision, reads=tuple(reads), writes=writes))
 
 
-class ObserveHook:
-    """Op hook of a prepared model: observes what the op reads as int8, or fake-quantizes it, and runs the op."""
-
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
-        self.row, self.module_path, self.reads, self.op = op.row, op.leaf, op.decision.reads, op
-        shared = state.token.observers  # type: ignore[attr-defined]
-        self.observers: list[tuple[int, nn.Module]] = []
-        for read in self.reads:
-            observer = shared.get(read.value)
-            vid = dict(op.activations)[read.slot]
-            if observer is not None and (_is_fake_quantize(observer) or (op.path, vid) in state.token.observing):  # type: ignore[attr-defined]
-                self.observers.append((read.slot, observer))
-        held = state.weight_fake_quants
-        self.weight_fake_quant = held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
-        self.state = state
-        self.fakes = self.weight_fake_quant is not None or any(_is_fake_quantize(o) for _, o in self.observers)
-
-    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
-        if self.fakes or not isinstance(x, Tensor):
-            return self.module(call, leaf, (x,), {})
-        with _disabled():
-            if self.observers and x.numel():
-                self._seen(self.observers[0][1], x)
-            return leaf.original(x)
-
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        with _disabled():
-            if not self.observers and not self.fakes:
-                return leaf.original(*args, **kwargs)
-            bound = bind_leaf(leaf, args, kwargs)
-            if not self._observe(bound):
-                return leaf.original(*args, **kwargs)
-            return run_float(self.row, bound, self.op.pad)
-
-    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
-        if not self.observers and not self.fakes:
-            return func(*args, **kwargs)
-        bound = spelling.bind(args, kwargs)
-        changed = self._observe(bound)
-        if not changed or spelling.inplace:
-            return func(*args, **kwargs)
-        return run_float(self.row, bound, self.op.pad)
-
-    def _observe(self, bound: list[Any]) -> bool:
-        """Observe the activations; in training with fake quantize, put quantized ones in their place."""
-        found = dict(activations(self.row, bound))
-        changed = False
-        for slot, observer in self.observers:
-            x = found.get(slot)
-            if x is None or not x.numel():
-                continue
-            seen = self._seen(observer, x)
-            if _is_fake_quantize(observer):
-                _place(bound, self.row, slot, seen)
-                changed = True
-        if self.weight_fake_quant is not None:
-            bound[1] = self._fake_weight(bound[1])
-            changed = True
-        return changed
-
-    def _seen(self, observer: nn.Module, x: Tensor) -> Tensor:
-        try:
-            if _is_fake_quantize(observer):
-                return self._fake_quantized(observer, x)
-            return observer(_observable(observer, x.detach()))
-        except CalibrationError as error:
-            raise CalibrationError(
-                "a value seen in calibration cannot be quantized",
-                path=self.op.owner,
-                op=self.op.path,
-                expected="finite values",
-                got=error.got or error.message,
-                hint="check the calibration data, or set this op's qconfig to None",
-            ) from error
-
-    def _fake_quantized(self, fake_quantize: nn.Module, x: Tensor) -> Tensor:
-        """Several ops may read one value: it is observed and rounded once."""
-        cached = x.__dict__.get(INT8)
-        if cached is not None and cached[0] is fake_quantize and cached[1] == _version(x):
-            return cached[2]
-        result = fake_quantize(_checked(x))
-        x.__dict__[INT8] = (fake_quantize, _version(x), result)
-        return result
-
-    def _fake_weight(self, weight: Tensor) -> Tensor:
-        """The weight as conversion will round it: scaled by the batch norm that folds into it, and back."""
-        assert self.weight_fake_quant is not None
-        chain = self.op.decision.chain
-        if not chain or chain[0].op.role is not Role.NORM:
-            return self.weight_fake_quant(weight)
-        scale = norm_scale(chain[0], self.state.modules_by_path).reshape(-1, *[1] * (weight.dim() - 1)).detach()
-        scale = torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)
-        return self.weight_fake_quant(weight * scale) / scale
+def _edges(decisions: Iterable[Decision], slot: int) -> Iterable[tuple[Tag, Key]]:
+    for decision in decisions:
+        for read in decision.reads:
+            if read.slot == slot:
+                yield from read.edges
 
 
-def _is_fake_quantize(observer: Any) -> bool:
-    return hasattr(observer, "fake_quant_enabled")
-
-
-def _observable(observer: nn.Module, x: Tensor) -> Tensor:
-    return x if isinstance(observer, HistogramObserver) else _checked(x)  # that one checks by itself
-
-
-def _checked(x: Tensor) -> Tensor:
-    """``x``, unless it has NaN or infinity, which would spoil an observer for good."""
-    low, high = torch.aminmax(x.detach())
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise CalibrationError("NaN or infinity", got=f"minimum {low.item()}, maximum {high.item()}")
-    return x
-
-
-def _place(bound: list[Any], row: OpRow, slot: int, value: Tensor) -> None:
-    if row.name in ("cat", "stack"):
-        bound[0] = [*bound[0][:slot], value, *bound[0][slot + 1 :]]
-    else:
-        bound[slot] = value
+def _key(keys: Iterable[Key]) -> Key:
+    """One key for several."""
+    flat = dict.fromkeys(k for key in keys for k in (key if isinstance(key, tuple) else (key,)))
+    return next(iter(flat)) if len(flat) == 1 else tuple(flat)

@@ -74,13 +74,12 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
     stored = {vid: qparams.get(default.key(vid)) for vid in token.record.values}
     edited = place(token, {key: reason for key, reason in forced.items() if reason})
     for op in ops:  # an edit may end the sharing of qparams; a value then keeps those it shared
-        for read in op.decision.reads:
-            vid = dict(op.activations)[read.slot]
-            if read.value not in qparams and (known := stored[vid]) is not None:
-                qparams[read.value] = known
+        for _, vid in op.activations:
+            if (key := edited.key(vid)) not in qparams and (known := stored[vid]) is not None:
+                qparams[key] = known
     missing = sorted(set(token.observers) - set(qparams))
     if missing:
-        op = next(op for op in ops for read in op.decision.reads if read.value in missing)
+        op = next(op for (op, _), o in token.observing.items() if o.key in missing)
         place(token, {})
         raise RecipeError(
             "the recipe has no qparams for a value",
@@ -135,7 +134,9 @@ def _op_as_json(op: SeenOp) -> dict[str, Any]:
     }
     if decision.reason:
         entry["reason"] = decision.reason
-    entry["inputs"] = [{"slot": r.slot, "precision": "int8", "value": r.value} for r in decision.reads]
+    entry["inputs"] = [
+        {"slot": read.slot, "precision": "int8", "value": key} for read in decision.reads for _, key in read.edges
+    ]
     entry["output"] = (
         {"precision": "float"} if decision.writes is None else {"precision": "int8", "value": decision.writes}
     )

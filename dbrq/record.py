@@ -4,8 +4,6 @@ hooks.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,25 +12,11 @@ import torch
 from torch.ao.quantization import QConfig
 
 from .mappings import OpRow
+from .sites import Site, user_line
 
 #: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for
 # constants.
 Tag = int | str | None
-
-
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-
-
-def user_line() -> str:
-    """The nearest line of the user's code."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE + os.sep, _TORCH + os.sep)):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
 
 
 @dataclass(frozen=True)
@@ -76,13 +60,41 @@ class ParameterRef:
         return f"{self.path}.{self.name}".lstrip(".")
 
 
+#: One value whose qparams are meant, or several whose ranges together are.
+Key = int | tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Read:
-    """How an op reads one activation: as int8 with the qparams of value ``value``, which ``tag`` made."""
+    """How an op reads one activation: as int8 with the qparams of value ``value``, which ``tag`` made.
+
+    Where paths join, other values come to the same slot: ``others`` are their tags and values.
+    """
 
     slot: int
-    value: int
+    value: Key
     tag: Tag
+    others: tuple[tuple[Tag, Key], ...] = ()
+
+    @property
+    def edges(self) -> tuple[tuple[Tag, Key], ...]:
+        """All (tag, value) that come to the slot."""
+        return ((self.tag, self.value), *self.others)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What tells an op from the others of its module, on whatever path it is met.
+
+    Attributes:
+        op: name in the op table, or the function's.
+        where: path of the leaf module that the op is, or the site in the user's code.
+        weight: which parameter a functional op reads as its weight, and which part of it.
+    """
+
+    op: str
+    where: str | Site
+    weight: tuple | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class Decision:
         reason: why float; "" otherwise.
         mode: "static", "dynamic" or "weight_only", for ops with weights.
         reads: the activations read as int8.
-        writes: id of the value written as uint8, None where the result is float.
+        writes: the value whose qparams it is written with as uint8, None where the result is float.
         chain: ops fused behind this one.
         member_of: for an op inside a fusion, the id of the value it expects under way.
         kernel: what runs, in words.
@@ -117,29 +129,33 @@ class Decision:
     reason: str = ""
     mode: str = "static"
     reads: tuple[Read, ...] = ()
-    writes: int | None = None
+    writes: Key | None = None
     chain: tuple[Step, ...] = ()
     member_of: int | None = None
     kernel: str = "float"
 
 
-@dataclass
+@dataclass(eq=False)
 class SeenOp:
-    """One op, seen at one place of one call of one module.
+    """One op, seen at one place of one call of one module, on any number of paths.
 
     Attributes:
         op: its name in the op table, or the function's own name.
         row: its row, ``OTHER`` for ops the table does not know.
         owner: path of the module whose forward ran it.
         call: which call of the owner in the run.
-        index: its place among the owner's hooked ops in that call; -1 for ops without a hook.
+        place: where in the owner's code.
+        nth: how often the same place came before in that call.
+        hooked: whether it has an op hook.
         module: path of the leaf module, None for functions.
-        occurrence: how often the same op ran before at this place (leaf module, or owner and op).
+        occurrence: its number among the ops of that leaf module, or of that name in the owner.
         site: source line of the user's code.
         spelling: the function as it was written.
         inputs, outputs: all tensors, in order.
-        activations: (slot, value id): the inputs that are data, by position in the bound arguments.
+        activations: (slot, value id): the inputs that are data, by position in the bound arguments; several for a
+            slot where paths join.
         constants: bound arguments that are no tensors.
+        other_constants: what they were on other runs.
         weight, bias: where they are registered; None with ``weight_problem`` if they cannot be.
         bias_computed: its bias is no parameter, so it is added in float.
         is_module: whether the op is the leaf module itself, and not a function that the module calls.
@@ -153,7 +169,9 @@ class SeenOp:
     row: OpRow
     owner: str
     call: int
-    index: int
+    place: Place
+    nth: int
+    hooked: bool
     module: str | None
     occurrence: int
     site: str
@@ -162,6 +180,7 @@ class SeenOp:
     outputs: tuple[TensorInfo, ...]
     activations: tuple[tuple[int, int], ...] = ()
     constants: tuple[Any, ...] = ()
+    other_constants: tuple[tuple[Any, ...], ...] = ()
     weight: ParameterRef | None = None
     bias: ParameterRef | None = None
     weight_problem: str = ""
@@ -196,14 +215,21 @@ class SeenOp:
         """The first output."""
         return self.outputs[0]
 
+    def slots(self) -> dict[int, list[int]]:
+        """slot -> ids of the values that come to it."""
+        found: dict[int, list[int]] = {}
+        for slot, vid in self.activations:
+            found.setdefault(slot, []).append(vid)
+        return found
+
     def __str__(self) -> str:
         what = f"{self.path}: {self.op}({', '.join(map(str, self.inputs))}) -> ({', '.join(map(str, self.outputs))})"
         return f"{what}  [{self.site}]"
 
 
-@dataclass
+@dataclass(eq=False)
 class Value:
-    """A value of the watching run, with everything that read it."""
+    """A value that was seen, with everything that read it."""
 
     info: TensorInfo
     producer: SeenOp | None = None
@@ -215,23 +241,31 @@ class Value:
     parameter: tuple[str, str] | None = None  # where it is registered, for parameters, buffers and views of them
 
 
-@dataclass
-class SeenCall:
-    """One call of one module: the paths taken through it, each a sequence of hooked ops, and its tensor inputs'
-    tags.
-    """
+@dataclass(eq=False)
+class SeenPath:
+    """One path through one call of a module: its hooked ops in order, and how often it was seen in calibration."""
 
-    paths: list[list[SeenOp]] = field(default_factory=lambda: [[]])
+    ops: list[SeenOp] = field(default_factory=list)
+    seen: int = 0
+
+
+@dataclass(eq=False)
+class SeenCall:
+    """One call of one module: the paths taken through it, and its tensor inputs' tags."""
+
+    paths: list[SeenPath] = field(default_factory=lambda: [SeenPath()])
     input_tags: dict[str, tuple[Tag, ...]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
-    """A whole watching run.
+    """What was seen in one run, or in all runs together (paths.py).
 
     Attributes:
-        ops: every op that read values, in order.
+        ops: every op that read values, in order of appearance.
         values: value id -> value.
+        inputs: (path of the outermost module, argument, number) -> id of the value given.
+        constants: (op that reads it, position) -> id of a value that no op made.
         calls: module path -> its calls, in order.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching
             and calibrating.
@@ -241,6 +275,8 @@ class Record:
 
     ops: list[SeenOp] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
+    inputs: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    constants: dict[tuple[SeenOp, int], int] = field(default_factory=dict)
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
     default_recipe: bool = False
@@ -255,4 +291,4 @@ class Record:
             seen.add(number)
 
     def hooked(self) -> list[SeenOp]:
-        return [op for op in self.ops if op.index >= 0]
+        return [op for op in self.ops if op.hooked]

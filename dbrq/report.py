@@ -192,7 +192,7 @@ def _logged(
 
     def keep(op: SeenOp, output: Any) -> None:
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if op.index >= 0 and first is not None and first.is_floating_point():
+        if op.hooked and first is not None and first.is_floating_point():
             with torch._C.DisableTorchFunction():
                 values[op.path] = (op.op, plain(first).detach().clone())
 

@@ -1,7 +1,8 @@
-"""The watching run: one run of the model on the example, from which everything else is derived.
+"""Watching: a run is recorded, op by op, while the user's Python runs.
 
-It happens on a throwaway copy that shares parameters with the model, in eval mode, under ``no_grad``, with random state
-put back, so that nothing of the user's changes.
+``watch`` makes the first run, on the example. It happens on a throwaway copy that shares parameters with the model, in
+eval mode, under ``no_grad``, with random state put back, so that nothing of the user's changes. Every run of a prepared
+model is watched too: what it shows joins the record (paths.py), and observers see the values that int8 ops will read.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import random
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from .auto_trace import InterceptedForward, active
-from .containers import tree_leaves
+from .auto_trace import InterceptedForward, active, hook_log, untagged
+from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import ConfigurationError
 from .mappings import (
@@ -38,8 +40,12 @@ from .mappings import (
     mutates,
     reads_values,
 )
-from .record import ParameterRef, Record, SeenCall, SeenOp, Tag, TensorInfo, Value, user_line
+from .record import ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+from .sites import site, user_line
 from .tensors import geometry_of
+
+if TYPE_CHECKING:
+    from .observing import Observing
 
 _disabled = torch._C.DisableTorchFunction
 
@@ -56,11 +62,30 @@ def watch(
         on_op: called with (op, output) after every op, for logging values.
     """
     stand_in = _throwaway_copy(model)
-    run = Watch(stand_in, tuple(opaque), on_op)
+    run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), on_op=on_op)
+    for path, module in stand_in.named_modules():
+        intercept(module, path, run, tuple(opaque))
     args, kwargs = copy.deepcopy((args, kwargs))
     with torch.no_grad(), random_state_kept():
-        run.run(args, kwargs)
+        run.run(stand_in.__dict__["forward"], args, kwargs)
     return run.record
+
+
+def intercept(
+    module: nn.Module, path: str, token: Any, opaque: tuple[type[nn.Module], ...]
+) -> InterceptedForward | None:
+    """Come between ``module`` and its callers, if it has a Python forward."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    intercepted = InterceptedForward(module, path, token)
+    intercepted.opaque = isinstance(module, opaque)
+    intercepted.is_torch_leaf = is_torch_leaf(module)
+    found = leaf_row(module)
+    if found is not None:
+        intercepted.row, intercepted.attributes = found
+        intercepted.passes = found[0].role is Role.PASS
+    module.__dict__["forward"] = intercepted
+    return intercepted
 
 
 def _throwaway_copy(model: nn.Module) -> nn.Module:
@@ -92,16 +117,41 @@ class _Frame:
 
     def __init__(self, path: str, call: SeenCall | None, number: int) -> None:
         self.path, self.call, self.number = path, call, number
+        self.counts: Counter[Place] = Counter()
+
+
+@dataclass
+class _Started:
+    """An op that is about to run: where it is, what it reads, and the op of the union that it is."""
+
+    place: Place
+    nth: int
+    hooked: bool
+    inputs: tuple[TensorInfo, ...]
+    known: SeenOp | None
 
 
 class Watch(TorchFunctionMode):
-    """The mode that records. Also the token of the throwaway copy, so that its modules find their way here."""
+    """The mode that records one run. Also the token of a throwaway copy, so that its modules find their way here.
 
-    def __init__(self, model: nn.Module, opaque: tuple[type[nn.Module], ...], on_op: Callable | None) -> None:
-        self.model, self.opaque, self.on_op = model, opaque, on_op
+    Attributes:
+        record: what it saw.
+        observing: in a run of a prepared model, what decides which values are observed.
+        joined: value id here -> value id in the union of all runs, as far as known.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        token: Any = None,
+        observing: Observing | None = None,
+        on_op: Callable | None = None,
+    ) -> None:
+        self.on_op, self.observing = on_op, observing
         self.record = Record()
+        self.joined: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
-        self.token = self
+        self.token = self if token is None else token
         self.slow = True  # every module call comes to enter
         self.frame: _Frame | None = None
         self.leaf: InterceptedForward | None = None
@@ -109,9 +159,8 @@ class Watch(TorchFunctionMode):
         self._ids: dict[int, tuple[weakref.ref, int]] = {}
         self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._occurrences: dict[tuple, int] = defaultdict(int)
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules = modules
         self._parameters = self._find_parameters()
-        self._root = self._intercept(model)
 
     def _find_parameters(self) -> dict[int, tuple[str, str]]:
         found: dict[int, tuple[str, str]] = {}
@@ -125,61 +174,66 @@ class Watch(TorchFunctionMode):
                     places.append((path, name))
         return found
 
-    def _intercept(self, model: nn.Module) -> InterceptedForward:
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # no Python to come between
-                continue
-            intercepted = InterceptedForward(module, path, self)  # type: ignore[arg-type]
-            intercepted.is_torch_leaf = is_torch_leaf(module)
-            found = leaf_row(module)
-            if found is not None:
-                intercepted.row, intercepted.attributes = found
-            module.__dict__["forward"] = intercepted
-        return model.__dict__["forward"]
-
     # Runs
 
-    def run(self, args: tuple, kwargs: dict) -> Any:
+    def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """Run ``intercepted`` as the outermost module."""
         previous, active.call = active.call, self
         try:
             with self:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor):
-                        value = self._value(leaf)
-                        if not value.info.constant:
-                            value.is_input = True
-                        elif value.producer is None:
-                            self.record.values[value.info.id] = self._as_input(value)
-                output = self.enter(self._root, args, kwargs)
+                for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
+                    for number, tensor in enumerate(tensors):
+                        self._given((intercepted.path, name, number), tensor)
+                output = self.enter(intercepted, args, kwargs)
                 with _disabled():
                     for leaf in tree_leaves(output):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
-                return output
+                return tree_map(untagged, output)
         finally:
             active.call = previous
 
-    def _as_input(self, value: Value) -> Value:
+    def _given(self, name: tuple[str, str, int], tensor: Tensor) -> None:
+        value = self._value(tensor)
+        if value.is_input:  # given twice
+            return
+        self._as_input(value)
+        self.record.inputs[name] = value.info.id
+        if self.observing is not None and (known := self.observing.record.inputs.get(name)) is not None:
+            self.joined[value.info.id] = known
+
+    def _as_input(self, value: Value) -> None:
         info = value.info
         value.info = TensorInfo(info.id, info.shape, info.dtype, info.contiguous, info.id)
         value.is_input = True
-        return value
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         raise ConfigurationError(
             "forward calls its modules from another thread", path=intercepted.path, hint="call them from one thread"
         )
 
+    def _log(self, message: str, *of: str) -> None:
+        if self.observing is not None:
+            assert self.frame is not None
+            hook_log.debug(message, self.frame.path or "<root>", *of)
+
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        module = intercepted.module
-        if self.hidden or isinstance(module, self.opaque):
+        if self.observing is None or intercepted.only_watched:
+            return self._enter(intercepted, args, kwargs)
+        hook_log.debug("%s.__call__ start", intercepted.path or "<root>")
+        output = self._enter(intercepted, args, kwargs)
+        hook_log.debug("%s.__call__ end", intercepted.path or "<root>")
+        return output
+
+    def _enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        if self.hidden or intercepted.opaque:
             return self._opaque(intercepted, args, kwargs)
         if intercepted.row is not None and self.frame is not None:
             return self._leaf_op(intercepted, args, kwargs)
         if intercepted.is_torch_leaf and self.frame is not None:
             outer, self.leaf = self.leaf, intercepted
             try:
-                return intercepted.original(*args, **kwargs)
+                return intercepted.inner(*args, **kwargs)
             finally:
                 self.leaf = outer
         return self._module(intercepted, args, kwargs)
@@ -203,15 +257,18 @@ class Watch(TorchFunctionMode):
         """A subtree that stays float: one op, of which only inputs and outputs are known."""
         if self.frame is None:  # the whole model
             self.frame = _Frame(intercepted.path, None, 0)
+        name = type(intercepted.module).__name__
+        with _disabled():
+            started = None if self.hidden else self._start(OTHER, name, (args, kwargs), module=intercepted)
         self.hidden += 1
         try:
             with _disabled():
                 output = intercepted.original(*args, **kwargs)
         finally:
             self.hidden -= 1
-        if not self.hidden:
+        if started is not None:
             with _disabled():
-                self._see(OTHER, type(intercepted.module).__name__, "module", args, kwargs, output, module=intercepted)
+                self._see(started, OTHER, name, "module", args, kwargs, output, module=intercepted)
         return output
 
     # Ops
@@ -221,13 +278,13 @@ class Watch(TorchFunctionMode):
         assert row is not None
         with _disabled():
             bound = bind_leaf(intercepted, args, kwargs)
-            before = self._infos((args, kwargs))
-            output = intercepted.original(*args, **kwargs)
+            started = self._start(row, row.name, (args, kwargs), bound, intercepted)
+            stashed, output = self._run(started, row, bound, lambda: intercepted.original(*args, **kwargs))
             if row.role is Role.PASS:
                 self._same_value(bound[0], output)
-            self._see(
-                row, row.name, type(intercepted.module).__name__, args, kwargs, output, bound, intercepted, before
-            )
+            name = type(intercepted.module).__name__
+            seen = self._see(started, row, row.name, name, args, kwargs, output, bound, intercepted)
+            self._keep(seen, stashed)
         return output
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -238,24 +295,89 @@ class Watch(TorchFunctionMode):
                 return parts(*args, **kwargs)
         if self.hidden or not reads_values(func):
             return func(*args, **kwargs)
-        before = self._infos((args, kwargs))
-        output = func(*args, **kwargs)
-        if func in READS_NUMBER:
-            self.record.read(self.lines, output)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
         bound = spelling.bind(args, kwargs) if spelling else []
+        name = function_name(func)
+        started = self._start(row, name, (args, kwargs), bound, self.leaf)
+        inplace = spelling is not None and spelling.inplace
+        if started.hooked:
+            self._log("%s::%s.__torch_function__ start", row.name)
+        stashed, output = self._run(started, row, bound, lambda: func(*args, **kwargs), inplace)
+        if started.hooked:
+            self._log("%s::%s.__torch_function__ end", row.name)
+        if func in READS_NUMBER:
+            self.record.read(self.lines, output)
         if row.name in DROPOUTS and not (bound[2] and bound[1]):
             self._same_value(bound[0], output)
         written = kwargs.get("out") if "out" in kwargs else args[0] if args and mutates(func) else None
-        self._see(row, function_name(func), _spelled(func), args, kwargs, output, bound, self.leaf, before, written)
+        seen = self._see(started, row, name, _spelled(func), args, kwargs, output, bound, self.leaf, written)
+        self._keep(seen, stashed)
         return output
+
+    def _run(
+        self, started: _Started, row: OpRow, bound: list, original: Callable, inplace: bool = False
+    ) -> tuple[list, Any]:
+        """The op, with what it reads observed; also what it read that could not be observed yet, as (slot, value,
+        elements).
+        """
+        observing = self.observing
+        if observing is None or not started.hooked:
+            return [], original()
+        known, edges, unknown = started.known, [], []
+        for slot, t in activations(row, bound):
+            if not t.is_floating_point():
+                continue
+            vid = self._value(t).info.id
+            its = self.joined.get(vid)
+            if known is not None and its is not None and (slot, its) in known.activations:
+                edges.append((slot, its, t))
+            else:
+                unknown.append((vid, t.detach().clone()))
+        if known is None:
+            return unknown, original()
+        return unknown, observing.run(known, edges, bound, original, inplace)
+
+    def _keep(self, seen: SeenOp, stashed: list) -> None:
+        if stashed:
+            assert self.observing is not None
+            self.observing.stash(seen, stashed)
+
+    def _start(
+        self, row: OpRow, op: str, given: Any, bound: Sequence[Any] = (), module: InterceptedForward | None = None
+    ) -> _Started:
+        """Say which op runs now, before it does."""
+        frame = self.frame
+        assert frame is not None
+        inputs = self._infos(given)
+        is_module = module is not None and module.row is row
+        hooked = (
+            frame.call is not None
+            and row.role not in (Role.PASS, Role.FLOAT)
+            and (is_module or any(i.dtype.is_floating_point for i in inputs))
+        )
+        weight = None
+        if is_module or (module is not None and row is OTHER):
+            where: Any = module.path  # type: ignore[union-attr]
+        else:
+            where = site()
+            if row.takes_weight and (ref := self._parameter(bound[1])) is not None:
+                weight = (ref.key, ref.geometry)
+        place = Place(op, where, weight)
+        nth = frame.counts[place]
+        frame.counts[place] += 1
+        started = _Started(place, nth, hooked, inputs, None)
+        if self.observing is not None:
+            moved = tuple(self.joined.get(i.id) for i in inputs) if row.role is Role.PASS else None
+            started.known = self.observing.union.find(frame.path, frame.number, place, nth, moved)
+        return started
 
     def _infos(self, tree: Any) -> tuple[TensorInfo, ...]:
         return tuple(self._value(leaf).info for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
     def _see(
         self,
+        started: _Started,
         row: OpRow,
         op: str,
         spelling: str,
@@ -264,35 +386,30 @@ class Watch(TorchFunctionMode):
         output: Any,
         bound: Sequence[Any] = (),
         module: InterceptedForward | None = None,
-        before: tuple[TensorInfo, ...] | None = None,
         written: Any = None,
-    ) -> None:
+    ) -> SeenOp:
         frame = self.frame
         assert frame is not None
-        inputs = self._infos((args, kwargs)) if before is None else before
-        is_module = module is not None and module.row is row
-        hooked = (
-            frame.call is not None
-            and row.role not in (Role.PASS, Role.FLOAT)
-            and (is_module or any(i.dtype.is_floating_point for i in inputs))
-        )
+        inputs, hooked = started.inputs, started.hooked
         path = module.path if module is not None else None
-        place = ("module", path) if path is not None else (frame.path, op)
-        occurrence = self._occurrences[place]
-        self._occurrences[place] += 1
+        name = ("module", path) if path is not None else (frame.path, op)
+        occurrence = self._occurrences[name]
+        self._occurrences[name] += 1
         seen = SeenOp(
             op=op,
             row=row,
             owner=frame.path,
             call=frame.number,
-            index=len(frame.call.paths[0]) if hooked else -1,
+            place=started.place,
+            nth=started.nth,
+            hooked=hooked,
             module=path,
             occurrence=occurrence,
             site=user_line(),
             spelling=spelling,
             inputs=inputs,
             outputs=(),
-            is_module=is_module,
+            is_module=module is not None and module.row is row,
         )
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._describe(seen, row, bound, module)
@@ -313,19 +430,24 @@ class Watch(TorchFunctionMode):
         for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row.role is Role.PASS else set()):
             self.record.values[vid].readers.append(seen)
         if hooked:
-            frame.call.paths[0].append(seen)  # type: ignore[union-attr]
+            frame.call.paths[0].ops.append(seen)  # type: ignore[union-attr]
         if op == "scaled_dot_product_attention":
             query, key = inputs[0].shape, inputs[1].shape
             seen.macs = 2 * math.prod(query) * key[-2]
         elif (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
             seen.macs = _macs(row, seen, bound, module)
         self.record.ops.append(seen)
+        known = started.known
+        if known is not None:
+            for mine, its in zip(seen.outputs, known.outputs, strict=False):
+                self.joined.setdefault(mine.id, its.id)
         if self.on_op is not None:
-            self.on_op(seen, output)
+            self.on_op(seen if known is None else known, output)
+        return seen
 
     def _describe(self, seen: SeenOp, row: OpRow, bound: list, module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""
-        seen.constants = tuple(_constant(b) for b in bound)
+        seen.constants = tuple(constant(b) for b in bound)
         seen.activations = tuple(
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )
@@ -484,7 +606,8 @@ def _storage(tensor: Tensor) -> int | None:
         return None
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
+    """An argument as the record keeps it: plain values, None for tensors and anything else."""
     if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:
         return value
     if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):

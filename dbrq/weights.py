@@ -19,7 +19,7 @@ from .errors import QuantizationError
 from .kernels import along, quantize_weight
 from .mappings import Role
 from .record import ParameterRef, Record, SeenOp, Step
-from .tensors import Int8Weight
+from .tensors import Int8Weight, geometry_of
 
 
 def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
@@ -32,6 +32,20 @@ def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
             "a parameter of the converted model is gone", path=ref.path, expected=str(ref), got="None"
         )
     return whole if ref.whole else whole.contiguous().as_strided(*ref.geometry)
+
+
+def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> bool:
+    """Whether ``tensor`` is what ``ref`` means: the int8 weight itself or the same part of it, or its float form."""
+    module = modules[ref.path]
+    if isinstance(tensor, Int8Weight):
+        if tensor.owner is not module or tensor.parameter != ref.name:
+            return False
+        return tensor.geometry == ref.geometry or (ref.whole and tensor.is_whole)
+    registered = module._parameters.get(ref.name, module._buffers.get(ref.name))
+    if registered is None or not isinstance(tensor, Tensor) or tensor.is_meta:
+        return False
+    same_memory = tensor.untyped_storage()._cdata == registered.untyped_storage()._cdata
+    return same_memory and geometry_of(tensor) == (geometry_of(registered) if ref.whole else ref.geometry)
 
 
 def norm_scale(step: Step, modules: dict[str, nn.Module]) -> Tensor:

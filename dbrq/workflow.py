@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,57 +18,119 @@ from .auto_trace import InterceptedForward, ModelToken, active
 from .containers import call_arguments
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
 from .kernels import QParams
-from .mappings import Role, is_torch_leaf, leaf_row
+from .mappings import Role
 from .observers import observed
-from .placement import Placement
+from .observing import Observing
+from .paths import Joined, Union
+from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, as_mapping
 from .quantization_state import AutoQuantizationState, Hook
-from .record import Record, SeenOp
+from .record import Record, SeenOp, Tag
 from .recurrent import recurrent_weights
-from .watch import watch
+from .watch import Watch, intercept, watch
 from .weights import convert_recurrent, convert_weights, trained_qparams
+
+_joining = threading.Lock()
 
 
 class QuantizedModelToken(ModelToken):
     """What the intercepted modules of one prepared or converted model share.
 
     Attributes:
-        record: the watching run.
-        placement: the decisions made from it; dropped at conversion.
+        record: what all runs showed.
+        modules: path -> module, for every name that a module has.
+        resolver: the user's choice of qconfigs.
+        keys: value id -> the key of its qparams, as placed last.
         observers: value key -> observer; each is registered in the state that reads the value first.
-        observing: (op path, value id) of each observation.
+        observing: (op, value id) -> how the op observes the value.
         weight_axes: canonical place of each int8 weight -> axis of its scales.
         kept_weights: those of them that stay as float parameters too, for ops in float.
         states: module path -> state.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver) -> None:
         super().__init__("observe")
-        self.record = record
+        self.record, self.modules, self.resolver = record, modules, resolver
+        self.union = Union(record)
         self.fuse = True
+        self.keys: dict[int, int] = {}
         self.observers: dict[int, nn.Module] = {}
-        self.observing: set[tuple[str, int]] = set()
+        self.observing: dict[tuple[SeenOp, int], Observation] = {}
         self.fixed_qparams: dict[int, QParams] = {}
         self.weight_axes: dict[tuple[str, str], int | None] = {}
         self.kept_weights: set[tuple[str, str]] = set()
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
+        self._packed: dict[tuple, dict] = {}
 
-    def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        output = super().start(intercepted, args, kwargs)
-        if self.phase == "observe":
-            self.runs += 1
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": {}}
+
+    # Runs
+
+    def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        if self.phase == "int8":
+            return super().run(intercepted, args, kwargs)
+        if intercepted.state is None:  # a leaf alone is no run
+            return intercepted.original(*args, **kwargs)
+        observing = Observing(self)
+        watch = Watch(self.modules, self, observing, active.log)
+        output = watch.run(intercepted, args, kwargs)
+        with _joining:
+            self._join(watch, observing, comparable=not intercepted.module.training)
+        self.runs += 1
         return output
 
+    def _join(self, watch: Watch, observing: Observing, comparable: bool) -> None:
+        joined = Joined(self.union, watch.record, watch.joined, comparable)
+        if joined.changed:
+            for op in joined.new:
+                if op.hooked:
+                    op.qconfig = self.resolver.resolve(op)
+            place(self, {})
+        observing.settle(joined.ops, joined.values)
+
+    def forget_calibration(self) -> None:
+        """Drop what only further runs of the prepared model would need."""
+        self.observers, self.observing, self.keys = {}, {}, {}
+        del self.union, self.resolver
+
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
-        """The hook of the first op recorded for a leaf module; None while observing, as a leaf alone is no run."""
-        if self.phase == "observe":
-            return None
+        """The hook of the first op recorded for a leaf module."""
         for op in self.record.hooked():
             if op.leaf == intercepted.path:
-                hooks = self.states[op.owner].hooks(op.call)
-                return hooks[op.index] if hooks is not None else None
+                state = self.states[op.owner]
+                return None if state.opaque else state.plan(op)
         return None
+
+    # What hooks need to know
+
+    def weight_fake_quant(self, op: SeenOp) -> nn.Module | None:
+        """The fake quantize of an op's weight, in quantization aware training."""
+        held = self.states[op.owner].weight_fake_quants
+        return held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
+
+    def place_of(self, tag: Tag) -> tuple | None:
+        """Where in the code the op is that made a value, whichever time it was."""
+        value = self.record.values.get(tag) if isinstance(tag, int) else None
+        return None if value is None or value.producer is None else (value.producer.owner, value.producer.place)
+
+    def qparams_of(self, tag: Tag) -> QParams | None:
+        """qparams of the value that ``tag`` made, if anything reads or writes it as int8."""
+        for op in self.record.hooked():
+            edges = [edge for read in op.decision.reads for edge in read.edges]
+            if op.decision.writes is not None:
+                edges.append((op.result.tag, op.decision.writes))
+            for known, key in edges:
+                if known == tag:
+                    return self.states[op.owner].qparams(key)
+        return None
+
+    def packed_for(self, op: SeenOp) -> dict:
+        """Where the packed weight of an op is kept, for all ops that pack it in the same way."""
+        norm = op.decision.chain[0] if op.decision.chain else None
+        key = (op.row, op.weight, op.bias, norm and (norm.norm, norm.eps), op.pad, op.constants[3:7])
+        return self._packed.setdefault(key, {})
 
 
 def prepare(
@@ -112,10 +175,11 @@ def prepare(
     record.default_recipe = qconfig_mapping is None
     target = model if inplace else _copied(model)
     modules = dict(target.named_modules(remove_duplicate=False))
-    QConfigResolver(mapping, modules).assign(record)
-    token = QuantizedModelToken(record)
+    resolver = QConfigResolver(mapping, modules)
+    resolver.assign(record)
+    token = QuantizedModelToken(record, modules, resolver)
     token.fuse = fuse
-    _attach(target, token, modules, opaque)
+    _attach(target, token, opaque)
     place(token, {})
     return target
 
@@ -154,79 +218,66 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn.Module], opaque: tuple) -> None:
+def _attach(target: nn.Module, token: QuantizedModelToken, opaque: tuple) -> None:
     """States and intercepted forwards on every module that is seen by itself."""
     hidden: list[str] = []
     for path, module in list(target.named_modules()):
         if any(path.startswith(h + ".") for h in hidden):
             continue
-        if isinstance(module, torch.jit.ScriptModule):
+        intercepted = intercept(module, path, token, opaque)
+        if intercepted is None or intercepted.opaque:
             hidden.append(path)
+        if intercepted is None:
             continue
-        intercepted = InterceptedForward(module, path, token)
-        if isinstance(module, opaque):
-            hidden.append(path)
-            module.__dict__["forward"] = intercepted
-            if module is target:
-                _add_state(token, intercepted, modules)
-                token.states[path].opaque = True
-            continue
-        found = leaf_row(module)
-        if found is not None and found[0].role is Role.FLOAT and module is not target:
-            continue
-        if found is not None:
-            intercepted.row, intercepted.attributes = found
-            intercepted.passes = found[0].role is Role.PASS
-        elif is_torch_leaf(module) and module is not target:
-            continue
-        if found is None or module is target:
-            _add_state(token, intercepted, modules)
-        if type(module).forward is not nn.Module.forward or "forward" in module.__dict__:
-            module.__dict__["forward"] = intercepted
+        row = intercepted.row
+        leaf = intercepted.is_torch_leaf if row is None else row.role is Role.FLOAT
+        intercepted.only_watched = leaf and module is not target and not intercepted.opaque
+        if module is target or not (intercepted.opaque or leaf or row is not None):
+            _add_state(token, intercepted)
+            token.states[path].opaque = intercepted.opaque
+        if type(module).forward is nn.Module.forward and intercepted.previous is None:
+            del module.__dict__["forward"]  # a container: there is nothing to come between
 
 
-def _add_state(token: QuantizedModelToken, intercepted: InterceptedForward, modules: dict[str, nn.Module]) -> None:
-    calls = token.record.calls.get(intercepted.path, [])
-    used = {
-        p: m for op in (o for c in calls for path in c.paths for o in path) for p, m in _modules_of(op, modules).items()
-    }
-    state = AutoQuantizationState(intercepted.path, token, calls, used)
+def _add_state(token: QuantizedModelToken, intercepted: InterceptedForward) -> None:
+    calls = token.record.calls.setdefault(intercepted.path, [])
+    state = AutoQuantizationState(intercepted.path, token, calls)
     intercepted.state = state
     token.states[intercepted.path] = state
     attach(intercepted.module, state)
 
 
-def _modules_of(op: SeenOp, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules whose parameters an op may need: its own, its weight's, and those of the batch norm behind it."""
-    paths = {r.path for r in (op.weight, op.bias, *op.norm) if r is not None} | ({op.module} if op.module else set())
-    return {path: modules[path] for path in paths}
-
-
 def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
-    """Decide where values are quantized, and put an observer where each is first read."""
+    """Decide where values are quantized, and have an observer for each that is.
+
+    Observers of values that were quantized before stay what they are.
+    """
+    before, held = token.keys, token.observers
     placement = Placement(token.record, token.fuse, forced)
-    modules = {p: m for state in token.states.values() for p, m in state.modules_by_path.items()}
-    token.observers, token.observing = {}, set()
+    token.keys, token.observers, token.observing = placement.keys, {}, placement.observed
+    trained = {path: state.weight_fake_quants for path, state in token.states.items()}
     for state in token.states.values():
         state.observers = nn.ModuleDict()
         state.weight_fake_quants = nn.ModuleDict()
-        state._hooks = {}
-    for vid, op in placement.observed.items():
-        key = placement.key(vid)
-        if key not in token.observers:
-            token.observers[key] = placement.observer_qconfig(vid, op).activation()
-            token.states[op.owner].observers[str(key)] = token.observers[key]
-        token.observing.add((op.path, vid))
+        state.refresh()
+    kept: set[int] = set()
+    for (op, vid), observation in placement.observed.items():
+        if observation.key in token.observers:
+            continue
+        observer = held.get(before.get(vid, -1))
+        if observer is None:
+            observer = placement.observer_qconfig(vid, op).activation()
+        elif id(observer) in kept:  # values that shared one do so no more
+            observer = copy.deepcopy(observer)
+        kept.add(id(observer))
+        token.observers[observation.key] = observer
+        token.states[op.owner].observers[str(observation.key)] = observer
     for op in token.record.hooked():
-        state = token.states[op.owner]
-        for step in op.decision.chain:
-            for ref in step.norm:
-                if ref is not None:
-                    state.modules_by_path[ref.path] = modules[ref.path]
         if op.decision.precision == "int8" and op.weight is not None and op.decision.mode == "static" and op.qconfig:
-            weight = op.qconfig.weight()
+            known = trained[op.owner]
+            weight = known[op.module_key] if op.module_key in known else op.qconfig.weight()
             if hasattr(weight, "fake_quant_enabled"):
-                state.weight_fake_quants[op.module_key] = weight
+                token.states[op.owner].weight_fake_quants[op.module_key] = weight
     return placement
 
 
@@ -247,12 +298,13 @@ def calibrate(
         progress: show a bar (needs tqdm); None means: if stderr is a terminal.
         unpack: maps an item first, say to drop labels.
 
+    Each item may take a path of its own; what it shows joins what is known.
+
     Returns:
         ``prepared``.
 
     Raises:
         CalibrationError: NaN or infinity in a value to quantize.
-        DeviationError: an item takes another path than the example did.
     """
     token_of(prepared, "observe", "calibrate")
     items = data if max_batches is None else itertools.islice(data, max_batches)
@@ -292,7 +344,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     Args:
         prepared: a prepared and calibrated (or trained) model. It is not changed unless ``inplace``.
         inplace: convert the model itself, not a copy.
-        strict: an op that reads another value than was recorded raises, instead of running in float with a warning.
+        strict: leaving the recorded paths raises, instead of running on in float with a warning for each module and op.
 
     Returns:
         A model of the same type, whose Python is the user's and whose kernels are int8. What could not be quantized
@@ -304,8 +356,9 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     token_of(prepared, "observe", "convert")
     target = prepared if inplace else copy.deepcopy(prepared)
     token = token_of(target, "observe", "convert")
+    _leave_unseen(token)
     qparams = _all_qparams(token)
-    modules = dict(target.named_modules(remove_duplicate=False))
+    modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
         _convert_weights(token, modules)
@@ -316,8 +369,12 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             keys = {key for op in state.ops() for key in _keys(op)}
             state.keep_qparams({key: qparams[key] for key in sorted(keys)})
             state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
-    token.observers, token.observing = {}, set()
+    token.forget_calibration()
     token.phase, token.strict = "int8", strict
+    for module in modules.values():
+        intercepted = module.__dict__.get("forward")
+        if isinstance(intercepted, InterceptedForward) and intercepted.only_watched:
+            intercepted.remove()
     for parameter in target.parameters():
         if parameter.is_leaf:  # those of a copied ScriptModule are not
             parameter.requires_grad_(False)
@@ -342,13 +399,29 @@ def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) 
 
 def _keys(op: SeenOp) -> list[int]:
     decision = op.decision
-    return [r.value for r in decision.reads] + ([] if decision.writes is None else [decision.writes])
+    keys = [key for read in decision.reads for _, key in read.edges]
+    return keys if decision.writes is None else [*keys, decision.writes]  # type: ignore[list-item, return-value]
+
+
+def _leave_unseen(token: QuantizedModelToken) -> None:
+    """Ops on paths that calibration never took, though the watching run did, stay float."""
+    forced: dict[int, str] = {}
+    while token.runs:
+        unseen = {
+            key for key, o in token.observers.items() if key not in token.fixed_qparams and not observed(o)
+        }  # fmt: skip
+        reason = "calibration never came here"
+        found = {id(op): reason for (op, _), o in token.observing.items() if o.key in unseen}
+        if not set(found) - set(forced) or len(unseen) == len(token.observers):
+            return
+        forced.update(found)
+        place(token, forced)
 
 
 def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
     """key -> qparams of every quantized value."""
     found = dict(token.fixed_qparams)
-    readers = {read.value: op for op in reversed(token.record.hooked()) for read in op.decision.reads}
+    readers = {key: op for op in reversed(token.record.hooked()) for read in op.decision.reads for _, key in read.edges}
     for key, observer in token.observers.items():
         if key in found:
             continue

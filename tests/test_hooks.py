@@ -160,8 +160,8 @@ def test_a_state_per_call_of_a_module():
 
     converted = convert(Twice(), torch.randn(2, 4)).quantized
     calls = converted.child._auto_quant_state.calls
-    assert [[op.op for op in call.paths[0]] for call in calls] == [["linear", "relu"]] * 2
-    first, second = (call.paths[0][0].decision.reads[0].value for call in calls)
+    assert [[op.op for op in call.paths[0].ops] for call in calls] == [["linear", "relu"]] * 2
+    first, second = (call.paths[0].ops[0].decision.reads[0].value for call in calls)
     assert first != second, "each call has qparams of its own"
 
 

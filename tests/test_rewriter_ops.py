@@ -75,7 +75,7 @@ class Spelled(nn.Module):
 
     def forward(self, *inputs):
         made = iter([layer(x) for layer, x in zip(self.layers, inputs, strict=True)])
-        args = [self._parameters.get(f"arg{i}", value) for i, value in enumerate(self.args)]
+        args = [getattr(self, f"arg{i}", value) for i, value in enumerate(self.args)]
         for place in self.places:
             value = self.args[place]
             args[place] = [next(made) for _ in value] if isinstance(value, list) else next(made)

@@ -53,6 +53,19 @@ class QParams:
         return {k: v for k, v in self.__dict__.items() if k != "_constants"}
 
 
+def together(qparams: Sequence[QParams]) -> QParams:
+    """qparams whose range holds those of all ``qparams``."""
+    first = qparams[0]
+    if all(q == first for q in qparams):
+        return first
+    low = min((q.quant_min - q.zero_point) * q.scale for q in qparams)
+    high = max((q.quant_max - q.zero_point) * q.scale for q in qparams)
+    quant_min, quant_max = max(q.quant_min for q in qparams), min(q.quant_max for q in qparams)
+    scale = (high - low) / (quant_max - quant_min)
+    zero_point = round(quant_min - low / scale)
+    return QParams(scale, min(max(zero_point, quant_min), quant_max), quant_min, quant_max)
+
+
 @dataclass(frozen=True)
 class PostOp:
     """An element-wise function fused behind a convolution or linear layer, in the kernels' own words."""
