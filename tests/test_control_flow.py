@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from control_flow_models import CASES, Case, D, Named, Off, Run, data, linears, trips
 from helpers import assert_same_containers, assert_same_tree, floats, sqnr
 from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
 from torch.autograd.profiler import profile
+from torch.overrides import TorchFunctionMode
 
 import dbrq
 from dbrq import DeviationError
@@ -78,8 +80,8 @@ def float_model(name: str) -> nn.Module:
     return CASES[name].make().eval()
 
 
-def calibrated(model: nn.Module, runs) -> nn.Module:
-    prepared = dbrq.prepare(model, runs[0].args)
+def calibrated(model: nn.Module, runs, qconfig_mapping=None) -> nn.Module:
+    prepared = dbrq.prepare(model, runs[0].args, qconfig_mapping)
     for run in runs:
         call(prepared, run)
     return prepared
@@ -134,6 +136,36 @@ def test_recorded_paths_run_in_int8(name):
     assert dbrq.report(quantized).coverage > 0.9, str(dbrq.report(quantized))
 
 
+class FakeQuantize(TorchFunctionMode):
+    """Rounds the weights of convolutions and linear layers per channel, and what they read and write by its range.
+
+    Nothing of dbrq takes part, no record and no qparams: each value has the range it has.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in (F.linear, torch.conv2d):
+            return func(*args, **(kwargs or {}))
+        x, weight, *rest = args
+        scale = weight.flatten(1).abs().amax(1).view(-1, *[1] * (weight.dim() - 1)) / 127
+        return rounded(func(rounded(x), (weight / scale).round() * scale, *rest, **(kwargs or {})))
+
+
+def rounded(x: Tensor) -> Tensor:
+    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=1e-12)
+    return (x / scale).round() * scale
+
+
+@cases
+def test_recorded_paths_are_near_fake_quantization(name):
+    model, quantized = float_model(name), quantized_model(name)
+    for run in CASES[name].recorded:
+        expected = call(model, run)
+        with FakeQuantize():
+            reference = call(model, run)
+        assert worst(expected, call(quantized, run)) >= min(worst(expected, reference), 60) - SHARING
+
+
 @with_several
 def test_a_path_is_as_good_as_recorded_alone(name):
     model, quantized = float_model(name), quantized_model(name)
@@ -160,6 +192,22 @@ def test_other_trip_counts_run_in_int8(name):
         assert_int8(float_model(name), quantized, run)
     for run in CASES[name].recorded:
         assert_int8(float_model(name), quantized, run)
+
+
+@cases
+def test_the_dynamic_recipe_takes_the_same_paths(name):
+    case, model = CASES[name], float_model(name)
+    mapping = QConfigMapping().set_global(per_channel_dynamic_qconfig)
+    quantized = dbrq.convert(calibrated(model, case.recorded, mapping))
+    for run in (*case.recorded, *case.served):
+        got, messages = heard(quantized, run)
+        assert not messages
+        assert worst(call(model, run), got) >= GOOD
+    for off in case.off:
+        got, messages = heard(quantized, off.run)
+        assert worst(call(model, off.run), got) >= GOOD
+        assert_warned(messages, Off(off.run, None))
+        assert not heard(quantized, off.run)[1]
 
 
 @cases
