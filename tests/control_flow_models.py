@@ -169,6 +169,14 @@ class InputKinds(Named):
         return self.out(h)
 
 
+class Rank(Named):
+    def forward(self, x):
+        h = torch.relu(self.a(x))
+        if x.dim() == 3:
+            h = h + self.b(h.mean(1, keepdim=True))
+        return self.out(h)
+
+
 class FloatBranch(Named):
     """The branches differ in ops without a kernel."""
 
@@ -446,6 +454,17 @@ class Generator(Named):
         h = self.a(x)
         for state in self.states(h, trips):
             h = h + state
+        return self.out(h)
+
+
+class LeftGenerator(Generator):
+    """The loop ends while its generator could go on."""
+
+    def forward(self, x, trips):
+        for number, state in enumerate(self.states(self.a(x), 9)):
+            h = state
+            if number == trips:
+                break
         return self.out(h)
 
 
@@ -808,10 +827,13 @@ CASES: dict[str, Case] = {
     "containers": Case(Containers, trips("tensor", "tuple", "dict", "none")),
     "in place on one path": Case(InPlace, trips("not", "relu", "add", "item")),
     "the input itself": Case(InputItself, trips(False, True), paths=2),
+    "the input itself, first in the example": Case(InputItself, trips(True, False), paths=2),
     "dispatch": Case(
         Dispatch, trips("partial", "lambda"), off=[Off(run(data(seed=2), "method"), (("", "mul"), OUT))], paths=2
     ),
     "integers only": Case(IntegersOnly, [run(data()), run(torch.arange(8))]),
+    "integers only, first in the example": Case(IntegersOnly, [run(torch.arange(8)), run(data())]),
+    "rank of the input": Case(Rank, [run(data()), run(data(4, 3, D, seed=1))], paths=2),
     "exception caught": Case(Caught, trips(False, True)),
     "exception caught, first in the example": Case(Caught, trips(True, False)),
     "two calls of a child": Case(Ways, trips((True, False), (False, True), (False, False), (True, True))),
@@ -836,6 +858,7 @@ CASES: dict[str, Case] = {
         off=[Off(run(data(seed=9), 1), (("exits.1", ""),)), Off(run(data(seed=9), 3), (("exits.3", ""),))], paths=3,
     ),
     "for and else": Case(ForElse, trips(9, 1, 2), off=[Off(run(data(seed=9), 0), (), may=(OUT,))]),
+    "generator left early": Case(LeftGenerator, trips(1, 3), served=trips(2, 4, seed=5)),
     "generator": Case(Generator, trips(1, 3), served=trips(2, 5, seed=5)),
     "comprehension": Case(Comprehension, trips(2, 4), served=trips(1, 3, seed=5)),
     "reduce": Case(Reduce, trips(1, 3), off=[Off(run(data(seed=9), 2), (), may=(OUT,))]),

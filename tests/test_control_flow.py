@@ -93,7 +93,14 @@ def prepared_model(name: str) -> nn.Module:
     return calibrated(float_model(name), CASES[name].recorded)
 
 
-def quantized_model(name: str, **options) -> nn.Module:
+@functools.cache
+def quantized_model(name: str) -> nn.Module:
+    """Converted once; stays on the recorded paths."""
+    return dbrq.convert(prepared_model(name))
+
+
+def fresh(name: str, **options) -> nn.Module:
+    """Converted anew: what has warned of nothing yet."""
     return dbrq.convert(prepared_model(name), **options)
 
 
@@ -357,7 +364,7 @@ def float_calls(model: nn.Module, off: Off) -> int:
 def test_an_unrecorded_path_is_right_and_says_once_what_runs_in_float(name):
     case, model = CASES[name], float_model(name)
     for off in case.off:
-        quantized = quantized_model(name)
+        quantized = fresh(name)
         expected = call(model, off.run)
         got, messages = heard(quantized, off.run)
         assert worst(expected, got) >= GOOD
@@ -389,7 +396,7 @@ def test_whichever_run_is_left_out_of_calibration_is_right(name):
 @with_off
 def test_strict_raises_and_the_model_works_on(name):
     case = CASES[name]
-    strict, relaxed = quantized_model(name, strict=True), quantized_model(name)
+    strict, relaxed = fresh(name, strict=True), quantized_model(name)
     for off in case.off:
         if not off.warns:
             continue
@@ -404,13 +411,13 @@ def test_strict_raises_and_the_model_works_on(name):
 
 def test_strict_models_say_nothing_about_recorded_paths():
     for name in ("branch on data", "containers", "router, top k", "tree"):
-        strict = quantized_model(name, strict=True)
+        strict = fresh(name, strict=True)
         for run in CASES[name].recorded:
             assert not heard(strict, run)[1]
 
 
 def test_two_new_ops_and_two_modules_are_told_apart():
-    model, quantized = float_model("early exit"), quantized_model("early exit")
+    model, quantized = float_model("early exit"), fresh("early exit")
     one, two = (off.run for off in CASES["early exit"].off)
     assert len(heard(quantized, one)[1]) == 1
     assert len(heard(quantized, two)[1]) == 1
@@ -559,7 +566,7 @@ def test_a_range_is_not_used_for_a_value_of_another_origin():
 
 @pytest.mark.parametrize("name", ["experts as one parameter", "one of several parameters"])
 def test_a_choice_of_weights_is_never_anothers(name):
-    model, quantized = float_model(name), quantized_model(name)
+    model, quantized = float_model(name), fresh(name)
     for index in range(3):
         for run in trips(index, index, seed=10 + index):
             assert worst(call(model, run), heard(quantized, run)[0]) >= GOOD
@@ -755,7 +762,7 @@ def test_threads_on_different_paths(name):
 
 def test_a_thread_on_an_unrecorded_path_disturbs_no_other():
     name = "branch on data, one side recorded"
-    case, quantized = CASES[name], quantized_model(name)
+    case, quantized = CASES[name], fresh(name)
     model, runs = float_model(name), [case.recorded[0], case.off[0].run]
     expected, wrong = call(quantized, runs[0]), []
 
@@ -851,6 +858,19 @@ def test_a_path_recorded_late_does_not_change_what_came_before():
     assert_int8(model, late, runs[0])
     assert_int8(model, late, runs[1])
     assert heard(early, runs[1])[1], "the converted model does not share what its prepared one learns"
+
+
+def test_the_path_of_prepare_is_not_one_of_calibration():
+    """What prepare watched has no ranges if calibration only went elsewhere: it runs, in float where it must."""
+    name = "branches that meet in linear"
+    model, runs = float_model(name), CASES[name].recorded
+    prepared = dbrq.prepare(model, runs[0].args)
+    call(prepared, runs[1])
+    quantized = dbrq.convert(prepared)
+    assert_int8(model, quantized, runs[1])
+    got, messages = heard(quantized, runs[0])
+    assert worst(call(model, runs[0]), got) >= GOOD
+    assert_warned(messages, Off(runs[0], None))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
