@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
-from .mappings import FUNCTIONS, OpRow, Role, Spelling, function_name, mutates, reads_values
+from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
 from .record import Tag
 from .sites import border, chain_of_spots, spot
 from .tensors import Int8Tensor, Lazy, plain
@@ -130,7 +130,7 @@ class InterceptedForward:
                 return call.enter(self, args, kwargs)
             return args[0] if args else next(iter(kwargs.values()))
         index, hooks = frame.index, frame.hooks
-        if index < len(hooks) and (hook := hooks[index]).module_path == self.path:
+        if index < len(hooks) and (hook := hooks[index]).module_path == self.path and not hook.sited:
             frame.index = index + 1
         elif (hook := frame.leaf(self.row, self.path)) is None:  # type: ignore[assignment]
             return call.unrecorded_leaf(self, args, kwargs)
@@ -206,27 +206,38 @@ class Frame:
         index = self.index
         if index < len(self.hooks):
             hook = self.hooks[index]
-            if hook.row is row and hook.module_path == path:
+            if hook.row is row and hook.module_path == path and (not hook.sited or self._here(hook)):
                 self.index = index + 1
                 return hook
-        return self._branch(self.state.places_of_leaf(row, path))
+        found = self._branch(self.state.places_of_leaf(path))
+        if found is not None and found.sited:
+            self._learn(found)
+        return found
 
-    def function(self, row: OpRow, weight: Any) -> Hook | None:
-        """The hook of a function that runs now, with ``weight`` if its row takes one; None if never recorded."""
+    def _here(self, hook: Hook) -> bool:
+        """Whether the code that runs now is where the op was met before."""
+        return (chain_of_spots() if hook.deep else spot()) in hook.spots
+
+    def _learn(self, hook: Hook) -> None:
+        hook.spots.add(chain_of_spots() if hook.deep else spot())
+
+    def function(self, row: OpRow, bound: list[Any] | None) -> Hook | None:
+        """The hook of a function that runs now; None if it was never recorded. ``bound``: its arguments, if its row
+        takes a weight.
+        """
         index = self.index
         if index < len(self.hooks):
             hook = self.hooks[index]
             if hook.row is row and hook.module_path is None:
-                here = chain_of_spots() if hook.deep else spot()
-                if here in hook.spots and (weight is None or hook.reads_weight(weight)):
+                if self._here(hook) and (bound is None or hook.fits(bound)):
                     self.index = index + 1
                     return hook
-        found = self._branch(self.state.places_of_function(row, weight))
+        found = self._branch(self.state.places_of_function(row, bound))
         if found is not None:
-            found.spots.add(chain_of_spots() if found.deep else spot())
+            self._learn(found)
         elif self.lenient and index < len(self.hooks):
             hook = self.hooks[index]
-            if hook.row is row and hook.module_path is None and (weight is None or hook.reads_weight(weight)):
+            if hook.row is row and hook.module_path is None and (bound is None or hook.fits(bound)):
                 self.index = index + 1
                 return hook
         return found
@@ -283,10 +294,9 @@ class RunCall(TorchFunctionMode):
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
         assert intercepted.state is not None
-        tags = intercepted.state.input_tags()
+        tags_of = intercepted.state.input_tags
         for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
-            for tensor, tag in zip(tensors, tags.get(name, ()), strict=False):
-                self.input_tags[id(tensor)] = tag
+            self.input_tags.update((id(t), tag) for t, tag in zip(tensors, tags_of(name, tensors), strict=True))
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
@@ -387,7 +397,7 @@ class RunCall(TorchFunctionMode):
             return self._pass(func, row, args, kwargs)
         if row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
-        hook = self.frame.function(row, weight_given(spelling, args, kwargs) if row.takes_weight else None)
+        hook = self.frame.function(row, spelling.bind(args, kwargs) if row.takes_weight else None)
         if hook is None:
             self.frame.state.unrecorded(row.name, None)
             return self._other(func, args, kwargs)
@@ -495,8 +505,3 @@ def has_float(args: tuple, kwargs: dict) -> bool:
         elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor) and arg[0].dtype.is_floating_point:
             return True
     return False
-
-
-def weight_given(spelling: Spelling, args: tuple, kwargs: dict) -> Any:
-    """What a function that takes a weight got for it."""
-    return spelling.bind(args, kwargs)[1]

@@ -15,7 +15,7 @@ from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
-from .record import SeenOp
+from .record import SeenOp, Tag
 from .tensors import Int8Tensor, plain
 from .watch import constant
 from .weights import StoredWeight, Watched, is_weight, norm_scale, norm_shift, source_of, tensor_of
@@ -59,19 +59,21 @@ class ComputePlan(Plan):
         self._post_ops: dict[int, PostOp] = {}
         self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
+        self._tags: set[Tag] = set()  # makers of int8 inputs that need none either
         self.contiguous = op.result.contiguous
         self.folds = bool(self.steps) and self.steps[0].op.role is Role.NORM
         self.same_padding = asymmetric_padding(op)
         self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
 
-    def reads_weight(self, weight: Any) -> bool:
-        return is_weight(weight, self.weight.ref, self.modules)
+    def fits(self, bound: Sequence[Any]) -> bool:
+        settings = tuple(map(constant, bound[3:7]))
+        return settings == self.op.constants[3:7] and is_weight(bound[1], self.weight.ref, self.modules)
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
         if type(x) is Int8Tensor and x.data_u8 is not None:
             shape = self._usual.get(x.size_)
-            if shape is not None:
+            if shape is not None and x.tag in self._tags:
                 if self.steps:
                     return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams), 0)  # type: ignore[arg-type]
                 with _disabled():
@@ -86,18 +88,14 @@ class ComputePlan(Plan):
 
     def run(self, call: RunCall, bound: Sequence[Any]) -> Any:
         x = bound[0]
-        if type(x) is Int8Tensor and x.data_u8 is not None:
-            q, qparams = x.data_u8, x.qparams
-        else:
-            found = self.read_int8(call, x, 0)
-            if found is None:
-                return self._unusual(None, call, bound)
-            q, qparams = found
+        found = self.read_int8(call, x, 0)
+        if found is None:
+            return self._unusual(None, call, bound)
+        q, qparams = found
+        if type(x) is Int8Tensor:
+            self._tags.add(x.tag)
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
-        if self.row.ndim and self.op.leaf is None and self._other_settings(bound):
-            self.state.unrecorded(f"{self.row.name} with stride, padding, dilation, groups = {bound[3:7]}", None)
-            return self._tagged(self.run_plain(list(bound)))
         if self.op.pad is not None:
             q = kernels.pad_mode(q, *self.op.pad)
         if self.same_padding is not None:
@@ -115,7 +113,7 @@ class ComputePlan(Plan):
 
     def _result(self, q: Tensor, qparams: QParams, shape: torch.Size) -> Tensor:
         result = self.execute(q, qparams, 0, None, self.out)
-        return self._tagged(result) if self.out is None else Int8Tensor(shape, result, self.out)
+        return self._tagged(result) if self.out is None else Int8Tensor(shape, result, self.out, self.tag)
 
     def _unusual(self, found: Quantized | None, call: RunCall, bound: Sequence[Any]) -> Any:
         """Inputs without batch dimension, empty ones, and values of another origin."""
@@ -126,10 +124,6 @@ class ComputePlan(Plan):
             module = self.modules[self.op.leaf]
             return self._tagged(type(module).forward(module, plain(bound[0])))
         return self._tagged(self.run_plain(list(bound)))
-
-    def _other_settings(self, bound: Sequence[Any]) -> bool:
-        """Whether a functional convolution runs with another stride, padding, dilation or groups than recorded."""
-        return tuple(map(constant, bound[3:7])) != tuple(self.op.constants[3:7])
 
     # Kernels
 
@@ -314,8 +308,8 @@ class FusedPlan(Plan):
         with _disabled():
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
         if not inplace:
-            return Int8Tensor(x.size_, data, self.out)
-        x.data_u8, x.qparams, x.deferred = data, self.out, None
+            return Int8Tensor(x.size_, data, self.out, self.tag)
+        x.data_u8, x.qparams, x.tag, x.deferred = data, self.out, self.tag, None
         return x
 
     def _other(self, call: RunCall, x: Any) -> Any:

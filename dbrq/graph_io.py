@@ -46,7 +46,7 @@ class Inputs:
         self.recorder = recorder
         self.tags: dict[str, list[Tag]] = {}
         assert intercepted.state is not None
-        self.recorded_tags = intercepted.state.input_tags()
+        self.state = intercepted.state
         signature = intercepted.__signature__
         try:
             bound = signature.bind(*args, **kwargs)
@@ -100,7 +100,8 @@ class Inputs:
 
     def _value(self, node: fx.Node, value: Any, name: str, key: str) -> Any:
         """The value as the run gets it: tensors known by their nodes, ints traced, anything else asserted."""
-        tags = iter(self.recorded_tags.get(key, ()))
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        tags = iter(self.state.input_tags(key, tensors))
         return self._walk(node, value, name, tags)
 
     def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> Any:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import moves
-from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float, weight_given
+from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
 from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
@@ -147,8 +147,10 @@ class GraphRun(RunCall):
         if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._float(func, args, kwargs)
         assert self.frame is not None
-        weight = weight_given(spelling, args, kwargs) if spelling.row.takes_weight else None
-        hook = self.frame.function(spelling.row, weight)
+        bound = spelling.bind(args, kwargs) if spelling.row.takes_weight else None
+        if bound is not None:
+            bound[3:7] = map(_decided, bound[3:7])
+        hook = self.frame.function(spelling.row, bound)
         if hook is None:
             self.frame.state.unrecorded(spelling.row.name, None)
             return self._float(func, args, kwargs)

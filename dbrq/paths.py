@@ -179,11 +179,11 @@ class Joined:
             if number == len(known_calls):
                 tags = {name: tuple(map(self.tag, tags)) for name, tags in call.input_tags.items()}
                 known_calls.append(SeenCall([], tags))
-            ops = [self.ops[op] for op in call.paths[0].ops]
+            steps = [self.ops[step] if isinstance(step, SeenOp) else step for step in call.paths[0].steps]
             paths = known_calls[number].paths
-            path = next((path for path in paths if path.ops == ops), None)
+            path = next((path for path in paths if path.steps == steps), None)
             if path is None and len(paths) < MOST_PATHS:
-                path = SeenPath(ops)
+                path = SeenPath(steps)
                 paths.append(path)
             if path is not None:
                 path.seen += 1

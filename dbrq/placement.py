@@ -120,8 +120,6 @@ class Placement:
             return "one operand is a constant or a vector" if constant or flat or len(op.slots()) < 2 else ""
         if op.row.name != "linear" and mode != "static":
             return f"no {mode} int8 kernel for convolutions"
-        if op.row.ndim and not op.is_module and any(c[3:7] != op.constants[3:7] for c in op.other_constants):
-            return "its stride, padding, dilation or groups are chosen at run time"
         if all(self.record.values[vid].info.constant for _, vid in op.activations):
             return "its input is a parameter, or comes from code that no hook sees"
         return ""

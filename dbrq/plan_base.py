@@ -40,17 +40,21 @@ class Plan:
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
         self.spots: set[Spot] = set()
-        self.deep = False
+        self.deep = self.sited = self.any_time = False
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
 
-    def reads_weight(self, weight: Any) -> bool:
-        """Whether ``weight`` is the one that this op was recorded with."""
+    def fits(self, bound: Sequence[Any]) -> bool:
+        """Whether a function that takes a weight got the one that this op was recorded with, and the same settings."""
         return True
 
     # Where values come from
 
     def edge(self, number: int, tag: Tag) -> QParams | None:
-        """qparams with which read ``number`` takes a float value that ``tag`` made; None if it was never seen to."""
+        """qparams with which read ``number`` takes a float value that ``tag`` made; None if it was never seen to.
+
+        Values made at the same place at another time will do, as loops go on; and where the op itself runs more often
+        than it was ever seen to, any value whose range is known.
+        """
         if tag == self.reads[number].tag:
             return self.read_qparams[number]
         key = (number, tag)
@@ -65,12 +69,12 @@ class Plan:
             if known == tag:
                 return self.state.qparams(key)
         token: Any = self.state.token
-        own = token.qparams_of(tag)
-        if own is not None:  # another reader was recorded with this very value
-            return own
         place = token.place_of(tag)
         same = [] if place is None else [key for known, key in edges if token.place_of(known) == place]
-        return together([self.state.qparams(key) for key in same]) if same else None  # another time of a loop
+        own = token.qparams_of(tag) if same or self.any_time else None
+        if own is not None:
+            return own
+        return together([self.state.qparams(key) for key in same]) if same else None
 
     # The two ways an op is spelled
 
@@ -101,7 +105,9 @@ class Plan:
     # Reading and writing values
 
     def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
-        """``x`` as integers, or None if it is a float value of another origin than the record's."""
+        """``x`` as integers, or None if it is of another origin than any that was recorded: what the op makes of it
+        may have another range.
+        """
         if not isinstance(x, Tensor):
             raise KernelInputError(
                 "an int8 op takes a tensor",
@@ -112,7 +118,10 @@ class Plan:
             )
         if type(x) is Int8Tensor:
             if x.data_u8 is not None:
-                return x.data_u8, x.qparams  # type: ignore[return-value]
+                if self.edge(number, x.tag) is not None:
+                    return x.data_u8, x.qparams  # type: ignore[return-value]
+                self.unrecorded(x.tag, number)
+                return None
             x = x.float_value()
         tag = call.tag_of(x)
         qparams = self.edge(number, tag)
@@ -166,7 +175,7 @@ class Plan:
         """A float result as the record wants it: quantized, or tagged."""
         if self.out is None:
             return self._tagged(value)
-        return Int8Tensor(value.shape, quantize(value, self.out), self.out)
+        return Int8Tensor(value.shape, quantize(value, self.out), self.out, self.tag)
 
     def _tagged(self, output: Any) -> Any:
         if type(output) is Tensor:

@@ -73,7 +73,7 @@ class SharePlan(Plan):
             return self.write(self.run_plain(bound))
         data = [kernels.requantize(*f, self.out) for f in found]  # type: ignore[misc]
         result = self._on_integers(data, bound)
-        return Int8Tensor(result.shape, result, self.out)
+        return Int8Tensor(result.shape, result, self.out, self.tag)
 
     def _inputs(self, bound: list[Any]) -> Sequence[Tensor]:
         return bound[:1]
@@ -126,8 +126,8 @@ class EmbeddingPlan(Plan):
         self.owner, self.name = self.modules[op.weight.path], op.weight.name
         self.axis = state.token.weight_axes[op.weight.key]  # type: ignore[attr-defined]
 
-    def reads_weight(self, weight: Any) -> bool:
-        return is_weight(weight, self.op.weight, self.modules)  # type: ignore[arg-type]
+    def fits(self, bound: Sequence[Any]) -> bool:
+        return is_weight(bound[1], self.op.weight, self.modules)  # type: ignore[arg-type]
 
     def _rows(self, index: Tensor) -> Tensor:
         buffers = self.owner._buffers

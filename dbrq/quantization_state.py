@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .auto_trace import InterceptedForward, ModelToken, RunCall
 from .errors import DeviationError
@@ -29,6 +29,8 @@ class Hook(Protocol):
     Attributes:
         spots: where in the code the op was met in this process.
         deep: whether that takes the whole chain of calls to tell.
+        sited: for a leaf module, whether it is called on several lines.
+        any_time: whether it stands for an op at times when it was never seen.
     """
 
     op: SeenOp
@@ -37,6 +39,8 @@ class Hook(Protocol):
     reads: Sequence[Read]
     spots: set[Spot]
     deep: bool
+    sited: bool
+    any_time: bool
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
 
@@ -44,7 +48,7 @@ class Hook(Protocol):
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any: ...
 
-    def reads_weight(self, weight: Any) -> bool: ...
+    def fits(self, bound: Sequence[Any]) -> bool: ...
 
 
 class Hooks:
@@ -98,6 +102,7 @@ class AutoQuantizationState(nn.Module):
         self._plans: dict[SeenOp, Hook] = {}
         self._any: dict[Place, tuple[list[Hook], int]] | None = None
         self._any_lists: dict[tuple[int, int], list[Hook]] = {}
+        self._leaves: dict[str, list[Place]] = {}
         self._functions: dict[tuple[str, Any], list[tuple[Place, Hook]]] = {}
 
     # What was seen
@@ -105,8 +110,14 @@ class AutoQuantizationState(nn.Module):
     def ops(self) -> list[SeenOp]:
         return list(dict.fromkeys(op for call in self.calls for path in call.paths for op in path.ops))
 
-    def input_tags(self) -> dict[str, tuple[Tag, ...]]:
-        return self.calls[0].input_tags if self.calls else {}
+    def input_tags(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
+        """Who made the tensors of argument ``name`` where the module is the outermost of a run: the caller, as when it
+        was calibrated so, else who made them inside the model.
+        """
+        given = self.token.record.inputs  # type: ignore[attr-defined]
+        tags: list[Tag] = [given.get((self.path, name, i, t.dtype)) for i, t in enumerate(tensors)]
+        inside = self.calls[0].input_tags.get(name, ()) if self.calls else ()
+        return [inside[i] if tag is None and i < len(inside) else tag for i, tag in enumerate(tags)]
 
     def unrecorded(self, op: str, leaf: str | None) -> None:
         """``op`` runs where no recorded path has it: raise in strict models, else warn once."""
@@ -179,13 +190,13 @@ class AutoQuantizationState(nn.Module):
 
             hook = self._plans[op] = plan(self, op)
             hook.deep = self._is_deep(op)
+            hook.sited = op.leaf is not None and any(o.leaf == op.leaf and o.place != op.place for o in self.ops())
         return hook
 
     def _is_deep(self, op: SeenOp) -> bool:
         """Whether another op here is written on the same innermost line, but called from elsewhere."""
-        where = op.place.where
-        others = {o.place.where for o in self.ops()} if not isinstance(where, str) else set()
-        return any(o != where and not isinstance(o, str) and o[:1] == where[:1] for o in others)
+        where = op.place.site
+        return any(o.place.site != where and o.place.site[:1] == where[:1] for o in self.ops())
 
     def any_hooks(self) -> dict[Place, tuple[list[Hook], int]]:
         """Hooks for when a loop runs on, or the module is called again: place -> one that serves any time and any
@@ -194,9 +205,12 @@ class AutoQuantizationState(nn.Module):
         if self._any is None:
             with torch._C.DisableTorchFunction():
                 times: dict[Place, list[SeenOp]] = {}
+                self._leaves = {}
                 for op in self.ops():
                     times.setdefault(op.place, []).append(op)
-                made = {place: self.plan(_any_time(ops)) for place, ops in times.items()}
+                    if op.leaf is not None and op.place not in self._leaves.setdefault(op.leaf, []):
+                        self._leaves[op.leaf].append(op.place)
+                made = {place: self._plan_any(ops) for place, ops in times.items()}
                 found: dict[Place, tuple[list[Hook], int]] = {}
                 for number, call in enumerate(self.calls):
                     for i, path in enumerate(call.paths):
@@ -206,26 +220,37 @@ class AutoQuantizationState(nn.Module):
                 self._any = found
         return self._any
 
-    def places_of_leaf(self, row: OpRow, path: str) -> list[Place]:
-        return [Place(row.name, path)]
+    def _plan_any(self, ops: Sequence[SeenOp]) -> Hook:
+        hook = self.plan(_any_time(ops))
+        hook.any_time = True
+        return hook
 
-    def places_of_function(self, row: OpRow, weight: Any) -> list[Place]:
+    def places_of_leaf(self, path: str) -> list[Place]:
+        """The recorded places that a leaf module which is called now may be at: its calls on this line, or any."""
+        self.any_hooks()
+        places = self._leaves.get(path, [])
+        if len(places) < 2:
+            return places
+        where = site()
+        return [place for place in places if place.site == where] or places
+
+    def places_of_function(self, row: OpRow, bound: list[Any] | None) -> list[Place]:
         """The recorded places that the op which runs now may be at; one, unless its weight is chosen at run time."""
         where = site()
         found = self._functions.get((row.name, where))
         if found is None:
-            ops = [op for op in self.ops() if op.row is row and op.leaf is None and op.place.where == where]
+            ops = [op for op in self.ops() if op.row is row and op.leaf is None and op.place.site == where]
             with torch._C.DisableTorchFunction():
                 found = [(op.place, self.plan(op)) for op in {op.place: op for op in ops}.values()]
             self._functions[row.name, where] = found
-        return [place for place, hook in found if weight is None or hook.reads_weight(weight)]
+        return [place for place, hook in found if bound is None or hook.fits(bound)]
 
     def refresh(self) -> None:
         """Forget what was derived from the qparams, since they may have changed."""
         self._forget()
 
     def __getstate__(self) -> dict:
-        derived = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_functions": {}}
+        derived = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_leaves": {}, "_functions": {}}
         return {**self.__dict__, **derived}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
@@ -263,7 +288,7 @@ def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
     last = ops[-1]
     decisions = [op.decision for op in ops]
     if len(ops) == 1:
-        return last
+        return replace(last)
     if any(d.precision != "int8" or d.mode != last.decision.mode for d in decisions):
         return replace(last, decision=Decision(reason="it does not always run in int8"))
     reads = []

@@ -88,12 +88,15 @@ class Place:
 
     Attributes:
         op: name in the op table, or the function's.
-        where: path of the leaf module that the op is, or the site in the user's code.
-        weight: which parameter a functional op reads as its weight, and which part of it.
+        site: where it is written in the user's code.
+        module: path of the leaf module that the op is, or of the one that is not looked into.
+        weight: which parameter a functional op reads as its weight, which part of it, and its stride, padding,
+            dilation and groups, for which that is packed.
     """
 
     op: str
-    where: str | Site
+    site: Site
+    module: str | None = None
     weight: tuple | None = None
 
 
@@ -243,10 +246,20 @@ class Value:
 
 @dataclass(eq=False)
 class SeenPath:
-    """One path through one call of a module: its hooked ops in order, and how often it was seen in calibration."""
+    """One path through one call of a module.
 
-    ops: list[SeenOp] = field(default_factory=list)
+    Attributes:
+        steps: its hooked ops, and the paths of the modules it called, in order.
+        seen: how often calibration took it.
+    """
+
+    steps: list[SeenOp | str] = field(default_factory=list)
     seen: int = 0
+
+    @property
+    def ops(self) -> list[SeenOp]:
+        """Its hooked ops."""
+        return [step for step in self.steps if isinstance(step, SeenOp)]
 
 
 @dataclass(eq=False)
@@ -264,7 +277,7 @@ class Record:
     Attributes:
         ops: every op that read values, in order of appearance.
         values: value id -> value.
-        inputs: (path of the outermost module, argument, number) -> id of the value given.
+        inputs: (path of the outermost module, argument, number, dtype) -> id of the value given.
         constants: (op that reads it, position) -> id of a value that no op made.
         calls: module path -> its calls, in order.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching
@@ -275,7 +288,7 @@ class Record:
 
     ops: list[SeenOp] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
-    inputs: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    inputs: dict[tuple[str, str, int, torch.dtype], int] = field(default_factory=dict)
     constants: dict[tuple[SeenOp, int], int] = field(default_factory=dict)
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)

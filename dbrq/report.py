@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from .auto_trace import logging_values
 from .containers import call_arguments, tree_leaves
 from .errors import ConfigurationError
 from .mappings import LEAVES, Role
-from .record import SeenOp
+from .record import Record, SeenOp
 from .tensors import plain
 from .watch import watch
 
@@ -45,10 +46,34 @@ class ReportRow:
 
 
 @dataclass(frozen=True)
+class PathRow:
+    """One path through one call of a module.
+
+    Attributes:
+        module: module path, "" for the root.
+        call: which call of the module in a run.
+        number: which path, in the order they were first taken.
+        seen: how often calibration took it.
+        ops: how many hooked ops are on it.
+        shared: how many of those other paths of the same call have, too.
+    """
+
+    module: str
+    call: int
+    number: int
+    seen: int
+    ops: int
+    shared: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """All ops of a model in the order they ran, and modules that never did. ``str()`` is a table."""
+    """All ops of a model in the order they ran, modules that never did, and paths. ``str()`` is a table of the ops, and
+    one of the paths where there are several through a call.
+    """
 
     rows: tuple[ReportRow, ...]
+    paths: tuple[PathRow, ...] = ()
 
     @property
     def coverage(self) -> float:
@@ -85,7 +110,16 @@ class Report:
             f"int8: {self.coverage:.1%} of convolution and linear multiply-accumulates, "
             f"{self.coverage_all:.1%} with matmuls"
         )
-        return f"{tabulate(table, head)}\n{summary}"
+        text = f"{tabulate(table, head)}\n{summary}"
+        branching = {(row.module, row.call) for row in self.paths if row.number}
+        if not branching:
+            return text
+        taken = [
+            [row.module or "<root>", row.call, row.number, row.seen, row.ops, row.shared]
+            for row in self.paths
+            if (row.module, row.call) in branching
+        ]
+        return f"{text}\n\npaths\n{tabulate(taken, ['module', 'call', 'path', 'times seen', 'ops', 'shared ops'])}"
 
 
 def report(model: nn.Module) -> Report:
@@ -115,7 +149,16 @@ def report(model: nn.Module) -> Report:
         if found is not None and found[0].role in _WITH_WEIGHTS and path not in reached:
             reason = "it was never reached in the watching run"
             rows.append(ReportRow(path, type(module).__name__, "float", reason, "float", 0))
-    return Report(tuple(rows))
+    return Report(tuple(rows), tuple(_paths(state.token.record)))
+
+
+def _paths(record: Record) -> Iterator[PathRow]:
+    for module, calls in record.calls.items():
+        for call, seen in enumerate(calls):
+            on = Counter(op for path in seen.paths for op in dict.fromkeys(path.ops))
+            for number, path in enumerate(seen.paths):
+                shared = sum(on[op] > 1 for op in path.ops)
+                yield PathRow(module, call, number, path.seen, len(path.ops), shared)
 
 
 _WITH_WEIGHTS = (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT, Role.FLOAT, Role.NORM)

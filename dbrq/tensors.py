@@ -85,6 +85,7 @@ class Int8Tensor(Lazy):
         size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
         qparams: what they mean.
+        tag: who made them, or made what they were moved from.
         deferred, stage: a fusion under way and how far it has come, until it is read.
         alias: a cell shared by all views of one value, True once a second one exists.
     """
@@ -92,15 +93,16 @@ class Int8Tensor(Lazy):
     size_: torch.Size
     data_u8: Tensor | None = None
     qparams: QParams | None = None
+    tag: int | str | None = None
     deferred: Deferred | None = None
     stage: int = 0
     alias: list | None = None
     _float: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None):
+    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, tag: int | str | None):
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
-        self.size_, self.data_u8, self.qparams = shape, data_u8, qparams
+        self.size_, self.data_u8, self.qparams, self.tag = shape, data_u8, qparams, tag
         return self
 
     @classmethod
@@ -128,7 +130,7 @@ class Int8Tensor(Lazy):
                 hint="let example_inputs take this path, or write the op out of place",
             )
         if isinstance(other, Int8Tensor):
-            self.data_u8, self.qparams, self._float = other.data_u8, other.qparams, other._float
+            self.data_u8, self.qparams, self.tag, self._float = other.data_u8, other.qparams, other.tag, other._float
             self.deferred, self.stage = other.deferred, other.stage
         else:
             self.data_u8 = self.qparams = self.deferred = None
@@ -136,7 +138,7 @@ class Int8Tensor(Lazy):
 
     def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
         """Other elements' order or choice of the same value, qparams unchanged."""
-        moved = Int8Tensor(data_u8.shape, data_u8, self.qparams)
+        moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag)
         if self.alias is None:
             self.alias = [False]
         if data_u8.untyped_storage()._cdata == self.data_u8.untyped_storage()._cdata:

@@ -183,7 +183,7 @@ class Watch(TorchFunctionMode):
             with self:
                 for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
                     for number, tensor in enumerate(tensors):
-                        self._given((intercepted.path, name, number), tensor)
+                        self._given((intercepted.path, name, number, tensor.dtype), tensor)
                 output = self.enter(intercepted, args, kwargs)
                 with _disabled():
                     for leaf in tree_leaves(output):
@@ -193,7 +193,7 @@ class Watch(TorchFunctionMode):
         finally:
             active.call = previous
 
-    def _given(self, name: tuple[str, str, int], tensor: Tensor) -> None:
+    def _given(self, name: tuple[str, str, int, torch.dtype], tensor: Tensor) -> None:
         value = self._value(tensor)
         if value.is_input:  # given twice
             return
@@ -244,6 +244,8 @@ class Watch(TorchFunctionMode):
             tensors = intercepted.tensors_by_name(args, kwargs)
             call = SeenCall(input_tags={n: tuple(self._value(t).info.tag for t in ts) for n, ts in tensors.items()})
         calls.append(call)
+        if self.frame is not None and self.frame.call is not None:
+            self.frame.call.paths[0].steps.append(intercepted.path)
         outer, self.frame = self.frame, _Frame(intercepted.path, call, len(calls) - 1)
         leaf, self.leaf = self.leaf, None
         try:
@@ -357,13 +359,10 @@ class Watch(TorchFunctionMode):
             and (is_module or any(i.dtype.is_floating_point for i in inputs))
         )
         weight = None
-        if is_module or (module is not None and row is OTHER):
-            where: Any = module.path  # type: ignore[union-attr]
-        else:
-            where = site()
-            if row.takes_weight and (ref := self._parameter(bound[1])) is not None:
-                weight = (ref.key, ref.geometry)
-        place = Place(op, where, weight)
+        if row.takes_weight and not is_module and (ref := self._parameter(bound[1])) is not None:
+            weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
+        whole = is_module or (module is not None and module.opaque)
+        place = Place(op, site(), module.path if whole else None, weight)  # type: ignore[union-attr]
         nth = frame.counts[place]
         frame.counts[place] += 1
         started = _Started(place, nth, hooked, inputs, None)
@@ -430,7 +429,7 @@ class Watch(TorchFunctionMode):
         for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row.role is Role.PASS else set()):
             self.record.values[vid].readers.append(seen)
         if hooked:
-            frame.call.paths[0].ops.append(seen)  # type: ignore[union-attr]
+            frame.call.paths[0].steps.append(seen)  # type: ignore[union-attr]
         if op == "scaled_dot_product_attention":
             query, key = inputs[0].shape, inputs[1].shape
             seen.macs = 2 * math.prod(query) * key[-2]

@@ -404,17 +404,21 @@ def _keys(op: SeenOp) -> list[int]:
 
 
 def _leave_unseen(token: QuantizedModelToken) -> None:
-    """Ops on paths that calibration never took, though the watching run did, stay float."""
+    """Paths that calibration never took, though the watching run did, stay float."""
     forced: dict[int, str] = {}
     while token.runs:
         unseen = {
             key for key, o in token.observers.items() if key not in token.fixed_qparams and not observed(o)
         }  # fmt: skip
-        reason = "calibration never came here"
-        found = {id(op): reason for (op, _), o in token.observing.items() if o.key in unseen}
-        if not set(found) - set(forced) or len(unseen) == len(token.observers):
+        edges = [edge for edge, o in token.observing.items() if o.key in unseen and id(edge[0]) not in forced]
+        if not edges or len(unseen) == len(token.observers):
             return
-        forced.update(found)
+        for op, vid in edges:
+            others = {slot: [v for v in vids if v != vid] for slot, vids in op.slots().items()}
+            if all(others.values()):  # what other paths bring is known
+                op.activations = tuple(edge for edge in op.activations if edge[1] != vid)
+            else:
+                forced[id(op)] = "calibration never came here"
         place(token, forced)
 
 

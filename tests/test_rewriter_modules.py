@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import convert, run
+from helpers import convert, run, sqnr
 from test_rewriter import assert_close, assert_same, cases, image, model, rewritten, seq
 from torch import nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
