@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 hook_log = logging.getLogger("dbrq.hooks")
 TAG = "_dbrq_tag"
+#: Tag of what was made of a value that was never seen where it was read: its range is not known.
+UNSURE = "a value of another origin than was recorded"
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
@@ -228,10 +230,10 @@ class Frame:
         index = self.index
         if index < len(self.hooks):
             hook = self.hooks[index]
-            if hook.row is row and hook.module_path is None:
-                if self._here(hook) and (bound is None or hook.fits(bound)):
-                    self.index = index + 1
-                    return hook
+            takes = hook.row is row and hook.module_path is None and self._here(hook)
+            if takes and (bound is None or hook.fits(bound)):
+                self.index = index + 1
+                return hook
         found = self._branch(self.state.places_of_function(row, bound))
         if found is not None:
             self._learn(found)
@@ -273,6 +275,8 @@ class RunCall(TorchFunctionMode):
         self.lenient = False
         self.counts: dict[int, int] = {}
         self.mutations = 0
+        self.unsure = False  # the op that runs read a value of unknown range
+        self.strays = False  # some op of this run did
         self.quantized_inputs: dict[int, tuple] = {}
         self.input_tags: dict[int, Tag] = {}
         self.log = active.log
@@ -463,7 +467,8 @@ class RunCall(TorchFunctionMode):
     def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
         """Say who made a value; some functions return what they were given."""
         if output.is_floating_point() and TAG not in output.__dict__ and not any(output is a for a in given):
-            output.__dict__[TAG] = function_name(func)
+            unsure = self.strays and any(isinstance(a, Tensor) and self.tag_of(a) == UNSURE for a in given)
+            output.__dict__[TAG] = UNSURE if unsure else function_name(func)
 
     def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
         """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
@@ -479,7 +484,13 @@ class RunCall(TorchFunctionMode):
         return target
 
     def tag_of(self, value: Tensor) -> Tag:
-        """Who made ``value``, a plain tensor."""
+        """Who made ``value``."""
+        if type(value) is Int8Tensor:
+            if value.data_u8 is not None:
+                return value.tag
+            if value.deferred is not None:
+                return value.deferred.tag(value.stage)
+            value = value.float_value()
         tag = value.__dict__.get(TAG)
         return self.input_tags.get(id(value)) if tag is None else tag
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .auto_trace import TAG, InterceptedForward, RunCall
+from .auto_trace import TAG, UNSURE, InterceptedForward, RunCall
 from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .record import SeenOp, Tag
 from .tensors import Int8Tensor, plain
-from .watch import constant
+from .watch import activations, constant
 from .weights import StoredWeight, Watched, is_weight, norm_scale, norm_shift, source_of, tensor_of
 
 if TYPE_CHECKING:
@@ -32,16 +32,19 @@ class Fused:
     Running it is put off until its reader is: the recorded one continues it, any other gets the float value so far.
     """
 
-    __slots__ = ("other", "plan", "q", "qparams")
+    __slots__ = ("other", "plan", "q", "qparams", "unsure")
 
-    def __init__(self, plan: ComputePlan, q: Tensor, qparams: QParams, other: Any = None) -> None:
-        self.plan, self.q, self.qparams, self.other = plan, q, qparams, other
+    def __init__(self, plan: ComputePlan, q: Tensor, qparams: QParams, unsure: bool, other: Any = None) -> None:
+        self.plan, self.q, self.qparams, self.unsure, self.other = plan, q, qparams, unsure, other
 
     def value(self, stage: int) -> Tensor:
         with _disabled():
             result = self.plan.execute(self.q, self.qparams, stage, self.other, None)
-            result.__dict__[TAG] = self.plan.value_ids[stage]
+            result.__dict__[TAG] = self.tag(stage)
             return result
+
+    def tag(self, stage: int) -> Tag:
+        return UNSURE if self.unsure else self.plan.value_ids[stage]
 
 
 class ComputePlan(Plan):
@@ -75,7 +78,7 @@ class ComputePlan(Plan):
             shape = self._usual.get(x.size_)
             if shape is not None and x.tag in self._tags:
                 if self.steps:
-                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams), 0)  # type: ignore[arg-type]
+                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)  # type: ignore[arg-type]
                 with _disabled():
                     return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
         return self.module(call, leaf, (x,), {})
@@ -92,7 +95,7 @@ class ComputePlan(Plan):
         if found is None:
             return self._unusual(None, call, bound)
         q, qparams = found
-        if type(x) is Int8Tensor:
+        if type(x) is Int8Tensor and not call.unsure:
             self._tags.add(x.tag)
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
@@ -106,9 +109,12 @@ class ComputePlan(Plan):
         if self.op.bias_computed:
             bias = plain(bound[2])
             result = self.execute(q, qparams, 0, None, None)
-            return self.write(result + (along(bias, 1, result.dim()) if self.row.ndim else bias))
+            return self.write(call, result + (along(bias, 1, result.dim()) if self.row.ndim else bias))
         if self.steps:
-            return Int8Tensor.under_way(shape, Fused(self, q, qparams), 0)
+            unsure, call.unsure = call.unsure, False
+            return Int8Tensor.under_way(shape, Fused(self, q, qparams, unsure), 0)
+        if call.unsure:
+            return self.float_result(call, self.execute(q, qparams, 0, None, None))
         return self._result(q, qparams, shape)
 
     def _result(self, q: Tensor, qparams: QParams, shape: torch.Size) -> Tensor:
@@ -119,11 +125,11 @@ class ComputePlan(Plan):
         """Inputs without batch dimension, empty ones, and values of another origin."""
         if found is not None and found[0].numel() and self.plain_input and not self.op.bias_computed:
             q, qparams = found
-            return self._tagged(self.execute(q.unsqueeze(0), qparams, 0, None, None).squeeze(0))
+            return self.float_result(call, self.execute(q.unsqueeze(0), qparams, 0, None, None).squeeze(0))
         if self.op.leaf is not None:
             module = self.modules[self.op.leaf]
-            return self._tagged(type(module).forward(module, plain(bound[0])))
-        return self._tagged(self.run_plain(list(bound)))
+            return self.float_result(call, type(module).forward(module, plain(bound[0])))
+        return self.float_result(call, self.run_plain(list(bound)))
 
     # Kernels
 
@@ -242,7 +248,7 @@ class FusedPlan(Plan):
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
-        self.expects = op.decision.member_of
+        self.follows = op.decision.member_of
         self.adds = self.row.role is Role.ELEMENTWISE
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
@@ -259,25 +265,40 @@ class FusedPlan(Plan):
         read = self._other(call, other) if self._continues(x) else None
         if read is None:
             return super().function(call, func, spelling, args, kwargs)
-        fused = x.deferred
-        return self._continue(x, Fused(fused.plan, fused.q, fused.qparams, read), spelling.inplace)
+        return self._continue(x, self._with(call, x.deferred, read), spelling.inplace)
+
+    def _with(self, call: RunCall, fused: Fused, other: Any) -> Fused:
+        """The fusion with the other operand of its add."""
+        unsure, call.unsure = fused.unsure or call.unsure, False
+        return Fused(fused.plan, fused.q, fused.qparams, unsure, other)
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         slots = bound[:2] if self.adds else bound[:1]
         slot = next((i for i, x in enumerate(slots) if self._continues(x)), None)
         if slot is None:
-            return self.write(self.run_plain(bound))
+            return self._alone(call, bound)
         x = bound[slot]
         fused = x.deferred
         if self._settings(bound) != self.op.constants[len(slots) :]:
             self.state.unrecorded(f"{self.row.name} with {self._settings(bound)}", None)
-            return self._tagged(self.run_plain(bound))
+            call.unsure = call.strays = True
+            return self.float_result(call, self.run_plain(bound))
         if self.adds:
             other = self._other(call, bound[1 - slot])
             if other is None:
-                return self.write(self.run_plain(bound))
-            fused = Fused(fused.plan, fused.q, fused.qparams, other)
+                return self.write(call, self.run_plain(bound))
+            fused = self._with(call, fused, other)
         return self._continue(x, fused)
+
+    def _alone(self, call: RunCall, bound: list[Any]) -> Any:
+        """The op by itself: somebody looked at the value inside the fusion, or it comes from elsewhere."""
+        for _, x in activations(self.row, bound):
+            tag = call.tag_of(x)
+            if not self.expects(tag):
+                if tag != UNSURE:
+                    self.unrecorded(tag)
+                call.unsure = call.strays = True
+        return self.write(call, self.run_plain(bound))
 
     def _settings(self, bound: list[Any]) -> tuple:
         """The arguments that change what an activation or add computes; those of a batch norm are tensors."""
@@ -289,7 +310,7 @@ class FusedPlan(Plan):
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""
         if type(x) is not Int8Tensor or x.deferred is None:
             return False
-        return x.deferred.plan.value_ids[x.stage] == self.expects  # type: ignore[attr-defined]
+        return x.deferred.plan.value_ids[x.stage] == self.follows  # type: ignore[attr-defined]
 
     def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
         """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
@@ -299,8 +320,8 @@ class FusedPlan(Plan):
                 return Int8Tensor.under_way(x.size_, fused, stage)
             x.deferred, x.stage = fused, stage
             return x
-        if self.out is None:
-            result = self._tagged(fused.value(stage))
+        if self.out is None or fused.unsure:
+            result = fused.value(stage)
             if inplace:
                 x.become(result)
                 return x
@@ -321,8 +342,15 @@ class FusedPlan(Plan):
         if self.reads:
             return self.read_int8(call, x, 0)
         if isinstance(x, Int8Tensor) and x.data_u8 is not None:
+            if not self.expects(x.tag):
+                call.unsure = call.strays = True
             return x.data_u8, x.qparams
         value = plain(x)
+        tag = call.tag_of(value)
+        if not self.expects(tag):
+            if tag != UNSURE:
+                self.unrecorded(tag)
+            call.unsure = call.strays = True
         return (value.detach().clone() if self.op.decision.writes is None and value is x else value.detach(), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ from .weights import norm_scale
 
 if TYPE_CHECKING:
     from .workflow import QuantizedModelToken
+
+
+_MAY_READ_INT8 = (Role.COMPUTE, Role.ELEMENTWISE, Role.POOL, Role.SHARE)
 
 
 class Observing:
@@ -40,6 +44,7 @@ class Observing:
         for slot, vid, x in edges:
             found = self._observer(op, vid, x)
             if found is None:
+                self._note_range(op, vid, x)
                 continue
             value = _observe(found, x, op)
             if is_fake_quantize(found) and not inplace:
@@ -62,6 +67,8 @@ class Observing:
                 found = self._observer(at, its, x)
                 if found is not None:
                     _observe(found, x, at)
+                else:
+                    self._note_range(at, its, x)
 
     def _observer(self, op: SeenOp, vid: int, x: Tensor) -> nn.Module | None:
         """What observes the value now; None if it was seen in this run, or its sources were."""
@@ -77,6 +84,18 @@ class Observing:
         if observation.whole:
             self._seen.add(observation.source)
         return observer
+
+    def _note_range(self, op: SeenOp, vid: int, x: Tensor) -> None:
+        """Another path may show later that a value must be quantized which now lies inside a fusion."""
+        if op.row.role not in _MAY_READ_INT8 or (op, vid) in self.token.observing or vid in self._seen:
+            return
+        if x.dtype is not torch.float32 or not x.numel():
+            return
+        self._seen.add(vid)
+        low, high = map(float, torch.aminmax(x.detach()))
+        if math.isfinite(low) and math.isfinite(high):
+            known = self.token.ranges.get(vid, (low, high))
+            self.token.ranges[vid] = min(low, known[0]), max(high, known[1])
 
     def _fake_weight(self, op: SeenOp, fake_quant: nn.Module, weight: Tensor) -> Tensor:
         """The weight as conversion will round it: scaled by the batch norm that folds into it, and back."""

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .auto_trace import INT8, TAG, InterceptedForward, RunCall
+from .auto_trace import INT8, TAG, UNSURE, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError
-from .kernels import QParams, quantize, together
+from .kernels import QParams, dynamic_qparams, quantize, together
 from .mappings import Role, Spelling, asks_inplace
 from .record import Read, SeenOp, Tag
 from .reference import run_float
 from .sites import Spot
 from .tensors import Int8Tensor, plain
-from .watch import bind_leaf
+from .watch import activations, bind_leaf
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -42,6 +42,8 @@ class Plan:
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
+        values = state.token.record.values  # type: ignore[attr-defined]
+        self._makers: dict[Tag, bool] = {values[vid].info.tag: True for _, vid in op.activations}
 
     def fits(self, bound: Sequence[Any]) -> bool:
         """Whether a function that takes a weight got the one that this op was recorded with, and the same settings."""
@@ -76,6 +78,22 @@ class Plan:
             return own
         return together([self.state.qparams(key) for key in same]) if same else None
 
+    def expects(self, tag: Tag) -> bool:
+        """Whether the op was ever seen to read what ``tag`` made, now or at another time."""
+        known = self._makers.get(tag)
+        if known is None:
+            token: Any = self.state.token
+            place = token.place_of(tag)
+            places = {token.place_of(maker) for maker, expected in self._makers.items() if expected}
+            known = self._makers[tag] = tag != UNSURE and (self.any_time or (place is not None and place in places))
+        return known
+
+    def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
+        """What a float op makes of a value of unknown range has none either."""
+        for _, x in activations(self.row, bound):
+            if x.is_floating_point() and not self.expects(call.tag_of(x)):
+                call.unsure = call.strays = True
+
     # The two ways an op is spelled
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
@@ -86,14 +104,16 @@ class Plan:
         """The op as a leaf module."""
         with _disabled():
             if self.op.decision.precision == "float":
-                return self._tagged(leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
+                self._note_origins(call, args[:1])
+                return self.float_result(call, leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
             bound = bind_leaf(leaf, args, kwargs)
             return self._finish(bound[0], self.run(call, bound), self.op.inplace)
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
         if self.op.decision.precision == "float" or "out" in kwargs:
-            return self._tagged(call.run_float(func, args, kwargs, spelling.inplace))
+            self._note_origins(call, spelling.bind(args, kwargs))
+            return self.float_result(call, call.run_float(func, args, kwargs, spelling.inplace))
         bound = spelling.bind(args, kwargs)
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(bound[0], self.run(call, bound), inplace)
@@ -105,8 +125,9 @@ class Plan:
     # Reading and writing values
 
     def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
-        """``x`` as integers, or None if it is of another origin than any that was recorded: what the op makes of it
-        may have another range.
+        """``x`` as integers; None if it is a float value of another origin than any that was recorded, with which the
+        op runs in float. What is made of such a value has a range that nobody knows, here and further on: that is
+        quantized by its own range.
         """
         if not isinstance(x, Tensor):
             raise KernelInputError(
@@ -118,16 +139,22 @@ class Plan:
             )
         if type(x) is Int8Tensor:
             if x.data_u8 is not None:
-                if self.edge(number, x.tag) is not None:
-                    return x.data_u8, x.qparams  # type: ignore[return-value]
-                self.unrecorded(x.tag, number)
-                return None
+                if self.edge(number, x.tag) is None:
+                    call.unsure = call.strays = True
+                return x.data_u8, x.qparams  # type: ignore[return-value]
             x = x.float_value()
         tag = call.tag_of(x)
         qparams = self.edge(number, tag)
+        if qparams is None or not self.expects(tag):
+            call.unsure = call.strays = True
         if qparams is None:
-            self.unrecorded(tag, number)
-            return None
+            if tag != UNSURE:
+                self.unrecorded(tag, number)
+                return None
+            self.require_float32(x)
+            if not x.numel():
+                return None
+            qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
         inputs = id(x) in call.input_tags
         cached = call.quantized_inputs.get(id(x)) if inputs else x.__dict__.get(INT8)
         if cached is not None and cached[0] == qparams and cached[2] == call.mutations and cached[3] is call:
@@ -152,11 +179,14 @@ class Plan:
                 hint="pass float32, as in the watching run",
             )
 
-    def unrecorded(self, tag: Tag, number: int) -> None:
+    def unrecorded(self, tag: Tag, number: int | None = None) -> None:
         """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
         token = self.state.token
         got = f"a value made by {tag!r}"
-        expected = "the value that " + " or ".join(repr(t) for t, _ in self.reads[number].edges) + " made"
+        recorded = [t for t, expected in self._makers.items() if expected]
+        if number is not None:
+            recorded = [t for t, _ in self.reads[number].edges]
+        expected = "the value that " + " or ".join(map(repr, recorded)) + " made"
         if token.strict:
             raise DeviationError(
                 "an op reads another value than was recorded",
@@ -171,11 +201,23 @@ class Plan:
             f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}",
         )
 
-    def write(self, value: Tensor) -> Tensor:
+    def write(self, call: RunCall, value: Tensor) -> Tensor:
         """A float result as the record wants it: quantized, or tagged."""
-        if self.out is None:
-            return self._tagged(value)
+        if self.out is None or call.unsure:
+            return self.float_result(call, value)
         return Int8Tensor(value.shape, quantize(value, self.out), self.out, self.tag)
+
+    def float_result(self, call: RunCall, output: Any) -> Any:
+        """A result that stays float, tagged."""
+        if not call.unsure:
+            return self._tagged(output)
+        call.unsure = False
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Int8Tensor):  # written to, and float now
+                leaf = leaf.float_value()
+            if type(leaf) is Tensor:
+                leaf.__dict__[TAG] = UNSURE
+        return output
 
     def _tagged(self, output: Any) -> Any:
         if type(output) is Tensor:
@@ -196,8 +238,9 @@ class Plan:
         if isinstance(target, Int8Tensor):
             target.become(output)
         else:
-            target.copy_(plain(output))
-            self._tagged(target)
+            value = plain(output)
+            target.copy_(value)
+            target.__dict__[TAG] = value.__dict__.get(TAG, self.tag)
             target.__dict__.pop(INT8, None)
         return target
 

@@ -42,9 +42,9 @@ class ElementwisePlan(Plan):
                 continue
             found = self.read_int8(call, bound[read.slot], number)
             if found is None:
-                return self.write(self.run_plain(bound))
+                return self.write(call, self.run_plain(bound))
             bound[read.slot] = dequantize(*found)
-        return self.write(run_float(self.row, bound))
+        return self.write(call, run_float(self.row, bound))
 
 
 class PoolPlan(Plan):
@@ -53,13 +53,13 @@ class PoolPlan(Plan):
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         found = self.read_int8(call, bound[0], 0)
         if found is None:
-            return self.write(self.run_plain(bound))
+            return self.write(call, self.run_plain(bound))
         q, qparams = found
         if qparams.zero_point and not self.row.name.startswith(("adaptive", "mean")):  # padding counts as zeros
-            return self.write(run_float(self.row, [dequantize(q, qparams), *bound[1:]]))
+            return self.write(call, run_float(self.row, [dequantize(q, qparams), *bound[1:]]))
         # Averaging is linear: shift and scale the few results rather than the many inputs.
         pooled = run_float(self.row, [q.to(torch.float32), *bound[1:]])
-        return self.write(pooled.sub_(qparams.zero_point).mul_(qparams.scale))
+        return self.write(call, pooled.sub_(qparams.zero_point).mul_(qparams.scale))
 
 
 class SharePlan(Plan):
@@ -69,8 +69,8 @@ class SharePlan(Plan):
         assert self.out is not None
         last = len(self.reads) - 1  # more may come than ever before
         found = [self.read_int8(call, x, min(i, last)) for i, x in enumerate(self._inputs(bound))]
-        if any(f is None for f in found):
-            return self.write(self.run_plain(bound))
+        if call.unsure or any(f is None for f in found):
+            return self.write(call, self.run_plain(bound))
         data = [kernels.requantize(*f, self.out) for f in found]  # type: ignore[misc]
         result = self._on_integers(data, bound)
         return Int8Tensor(result.shape, result, self.out, self.tag)
@@ -112,8 +112,8 @@ class MatmulPlan(Plan):
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         left, right = (self.read_int8(call, bound[i], i) for i in (0, 1))
         if left is None or right is None or not (bound[0].numel() and bound[1].numel()):
-            return self.write(self.run_plain(bound))
-        return self.write(kernels.int8_matmul(*left, *right))
+            return self.write(call, self.run_plain(bound))
+        return self.write(call, kernels.int8_matmul(*left, *right))
 
 
 class EmbeddingPlan(Plan):
@@ -145,7 +145,7 @@ class EmbeddingPlan(Plan):
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         index = bound[0]
         if self.row.name == "embedding":
-            return self.write(self._rows(index))
+            return self.write(call, self._rows(index))
         places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
         padding = bound[10]
         if padding is not None and (is_padding := index == padding).any():
@@ -157,7 +157,7 @@ class EmbeddingPlan(Plan):
         if not index.numel():
             rows = torch.zeros(1, self.op.weight.shape[1])  # type: ignore[union-attr]
         rest = [bound[2], None, bound[4], False, bound[6], False, plain(bound[8]), bound[9], padding]
-        return self.write(F.embedding_bag(places, rows, *rest))
+        return self.write(call, F.embedding_bag(places, rows, *rest))
 
 
 class RecurrentPlan(Plan):

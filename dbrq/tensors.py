@@ -73,9 +73,11 @@ class Lazy(torch.Tensor):
 
 
 class Deferred(Protocol):
-    """A fusion under way: its value after ``stage`` followers of its head."""
+    """A fusion under way: its value after ``stage`` followers of its head, and that value's tag."""
 
     def value(self, stage: int) -> Tensor: ...
+
+    def tag(self, stage: int) -> int | str | None: ...
 
 
 class Int8Tensor(Lazy):

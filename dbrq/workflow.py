@@ -42,6 +42,7 @@ class QuantizedModelToken(ModelToken):
         resolver: the user's choice of qconfigs.
         keys: value id -> the key of its qparams, as placed last.
         observers: value key -> observer; each is registered in the state that reads the value first.
+        ranges: value id -> minimum and maximum, for values that are not observed but might be.
         observing: (op, value id) -> how the op observes the value.
         weight_axes: canonical place of each int8 weight -> axis of its scales.
         kept_weights: those of them that stay as float parameters too, for ops in float.
@@ -55,6 +56,7 @@ class QuantizedModelToken(ModelToken):
         self.fuse = True
         self.keys: dict[int, int] = {}
         self.observers: dict[int, nn.Module] = {}
+        self.ranges: dict[int, tuple[float, float]] = {}
         self.observing: dict[tuple[SeenOp, int], Observation] = {}
         self.fixed_qparams: dict[int, QParams] = {}
         self.weight_axes: dict[tuple[str, str], int | None] = {}
@@ -92,7 +94,7 @@ class QuantizedModelToken(ModelToken):
 
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""
-        self.observers, self.observing, self.keys = {}, {}, {}
+        self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
@@ -267,6 +269,8 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
         observer = held.get(before.get(vid, -1))
         if observer is None:
             observer = placement.observer_qconfig(vid, op).activation()
+            if vid in token.ranges:
+                observer(torch.tensor(token.ranges[vid]))
         elif id(observer) in kept:  # values that shared one do so no more
             observer = copy.deepcopy(observer)
         kept.add(id(observer))
