@@ -32,7 +32,7 @@ from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
-from .record import Tag
+from .record import Place, Tag
 from .sites import border, chain_of_spots, spot
 from .tensors import Int8Tensor, Lazy, plain
 
@@ -192,7 +192,8 @@ class Frame:
         state: the module's.
         known: the hooks of this call.
         hooks, index: the path followed, and the op expected next.
-        ran: the pieces of paths that ran before the code branched to this one, as (hooks, from, to).
+        start: where the code branched to that path, and ...
+        ran: ... the places that it came through before.
         lenient: an op of the kind that is expected will do, wherever in the code it is.
     """
 
@@ -201,7 +202,7 @@ class Frame:
     def __init__(self, state: AutoQuantizationState, known: Hooks, lenient: bool = False) -> None:
         self.state, self.known, self.lenient = state, known, lenient
         self.hooks, self.index, self.start = known.usual, 0, 0
-        self.ran: list[tuple[list[Hook], int, int]] = []
+        self.ran: list[Place] = []
 
     def leaf(self, row: OpRow, path: str) -> Hook | None:
         """The hook of a leaf module that runs now; None if it was never recorded."""
@@ -244,17 +245,13 @@ class Frame:
                 return hook
         return found
 
-    def _branch(self, places: list) -> Hook | None:
+    def _branch(self, places: list[Place]) -> Hook | None:
         """Go on where one of ``places`` was recorded, if one was."""
+        ran = self.ran + [hook.op.place for hook in self.hooks[self.start : self.index]]
         for place in places:
-            nth = sum(
-                hook.op.place == place
-                for hooks, start, stop in (*self.ran, (self.hooks, self.start, self.index))
-                for hook in hooks[start:stop]
-            )
-            found = self.known.find(place, nth)
+            found = self.known.find(place, ran)
             if found is not None:
-                self.ran.append((self.hooks, self.start, self.index))
+                self.ran = ran
                 self.hooks, self.start = found
                 self.index = self.start + 1
                 return self.hooks[self.start]

@@ -91,7 +91,7 @@ class Plan:
     def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
         """What a float op makes of a value of unknown range has none either."""
         for _, x in activations(self.row, bound):
-            if x.is_floating_point() and not self.expects(call.tag_of(x)):
+            if x.is_floating_point() and (self.any_time or not self.expects(call.tag_of(x))):
                 call.unsure = call.strays = True
 
     # The two ways an op is spelled
@@ -139,13 +139,13 @@ class Plan:
             )
         if type(x) is Int8Tensor:
             if x.data_u8 is not None:
-                if self.edge(number, x.tag) is None:
+                if self.any_time or self.edge(number, x.tag) is None:
                     call.unsure = call.strays = True
                 return x.data_u8, x.qparams  # type: ignore[return-value]
             x = x.float_value()
         tag = call.tag_of(x)
         qparams = self.edge(number, tag)
-        if qparams is None or not self.expects(tag):
+        if qparams is None or self.any_time or not self.expects(tag):
             call.unsure = call.strays = True
         if qparams is None:
             if tag != UNSURE:

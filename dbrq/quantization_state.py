@@ -7,6 +7,7 @@ during a run.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -60,16 +61,39 @@ class Hooks:
 
     def __init__(self, state: AutoQuantizationState, paths: Sequence[list[Hook]], usual: int) -> None:
         self.state, self.usual = state, paths[usual] if paths else []
-        self._at: dict[tuple[Place, int], tuple[list[Hook], int]] = {}
+        self._at: dict[tuple[Place, int], list[tuple[list[Hook], int]]] = {}
         for hooks in paths:
             for position, hook in enumerate(hooks):
-                self._at.setdefault((hook.op.place, hook.op.nth), (hooks, position))
+                self._at.setdefault((hook.op.place, hook.op.nth), []).append((hooks, position))
 
-    def find(self, place: Place, nth: int) -> tuple[list[Hook], int] | None:
-        """Where a recorded path goes through ``place`` for the ``nth`` time in this call; if none does, where one goes
-        through it at all, in hooks that serve any time and any call.
+    def find(self, place: Place, ran: list[Place]) -> tuple[list[Hook], int] | None:
+        """Where a run that came through ``ran`` goes on at ``place``: on a recorded path that came through the same;
+        else at that op, whatever follows; else, as it was not met so often, in hooks that serve any time and any call.
         """
-        return self._at.get((place, nth)) or self.state.any_hooks().get(place)
+        counts = Counter(ran)
+        known = self._at.get((place, counts[place]))
+        if known is None:
+            return self._on_and_on(place, counts)
+        for hooks, position in known:
+            if position == len(ran) and Counter(hook.op.place for hook in hooks[:position]) == counts:
+                return hooks, position
+        hooks, position = known[0]
+        return [hooks[position]], 0
+
+    def _on_and_on(self, place: Place, counts: Counter[Place]) -> tuple[list[Hook], int] | None:
+        """Hooks for a loop that runs on at ``place``, up to what it never ran on to."""
+        found = self.state.any_hooks().get(place)
+        if found is None:
+            return None
+        hooks, position = found
+        body = []
+        for hook in hooks[position:]:
+            its = hook.op.place
+            if (its, counts[its]) in self._at:
+                break
+            counts[its] += 1
+            body.append(hook)
+        return body, 0
 
 
 class AutoQuantizationState(nn.Module):
@@ -284,7 +308,9 @@ class AutoQuantizationState(nn.Module):
 
 
 def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
-    """An op that stands for ``ops``, the same place at other times, wherever its values come from."""
+    """An op that stands for ``ops``, the same place at other times. Its plan writes float values (``any_time``), as
+    their range at a time that was never seen is not known.
+    """
     last = ops[-1]
     decisions = [op.decision for op in ops]
     if len(ops) == 1:
@@ -299,9 +325,7 @@ def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
         merged = [(tag, _key(keys)) for tag, keys in edges.items()]
         first = next(m for m in merged if m[0] == read.tag)
         reads.append(Read(read.slot, first[1], read.tag, tuple(m for m in merged if m is not first)))
-    written = [d.writes for d in decisions]
-    writes = None if None in written else _key(written)  # type: ignore[arg-type]
-    return replace(last, decision=replace(last.decision, reads=tuple(reads), writes=writes))
+    return replace(last, decision=replace(last.decision, reads=tuple(reads)))
 
 
 def _edges(decisions: Iterable[Decision], slot: int) -> Iterable[tuple[Tag, Key]]:
