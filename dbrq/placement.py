@@ -238,12 +238,19 @@ class Placement:
         return self._find(value.info.id)
 
     def _share(self) -> None:
+        by_place: dict[tuple, list[int]] = {}
         for op in self.record.hooked():
             if op.row.role is Role.SHARE and id(op) in self.soft:
                 self._join([*(v for _, v in op.activations), op.result.id])
             if id(op) in self._is_hard or id(op) in self.soft:
                 for vids in op.slots().values():
                     self._share_by_producer(vids)
+                    for vid in vids:
+                        producer = self.record.values[self._source(vid)].producer
+                        if producer is not None and not producer.hooked:
+                            by_place.setdefault((producer.owner, producer.call, producer.place), []).append(vid)
+        for vids in by_place.values():  # nor can those that a loop over such an op makes
+            self._join(vids)
 
     def _share_by_producer(self, vids: list[int]) -> None:
         """Values that one kind of op made in float cannot be told apart by their reader."""

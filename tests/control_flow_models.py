@@ -865,7 +865,7 @@ CASES: dict[str, Case] = {
     "child called 0 to n times": Case(CalledTimes, trips(0, 2, 3), served=trips(1, 5, seed=5)),
     "cat of varying number": Case(VaryingCat, trips(1, 3), off=[Off(run(data(seed=9), 2), None)]),
     "random layers": Case(RandomLayers, trips(0, 1, 2, 3), off=[Off(run(data(seed=9), 7), None)]),
-    "halting": Case(Halting, [_steps(1, 2, 3), _steps(2, 0, 1)], served=[_steps(4, 1, 5), _steps(1, 1)]),
+    "halting": Case(Halting, [_steps(0, 2, 3), _steps(2, 0, 1)], served=[_steps(4, 1, 5), _steps(1, 1)]),
     "growing cache": Case(GrowingCache, trips(2, 4), served=trips(1, 3, 6, seed=5)),
     "recurrence": Case(
         Recurrence, [run(data(6, n, D, seed=n)) for n in (3, 5)], served=[run(data(6, n, D, seed=n)) for n in (2, 4, 8)]
@@ -891,15 +891,15 @@ CASES: dict[str, Case] = {
         off=[Off(run(_experts(0, 3, seed=3)), None)],
     ),
     "experts as one parameter": Case(
-        Stacked, trips(0, 1), off=[Off(run(data(seed=2), 2), (("", "linear"), OUT), may=(("", "relu"),))]
+        Stacked, trips(0, 1), off=[Off(run(data(seed=2), 2), (("", "linear"),), may=(("", "relu"), OUT))]
     ),
     "experts as one parameter, all recorded": Case(Stacked, trips(0, 1, 2, 0)),
     "one of several parameters": Case(
-        OneOfSeveral, trips(2, 1), off=[Off(run(data(seed=2), 0), (("", "linear"), OUT), may=(("", "relu"),))]
+        OneOfSeveral, trips(2, 1), off=[Off(run(data(seed=2), 0), (("", "linear"),), may=(("", "relu"), OUT))]
     ),
     "one of several parameters, all recorded": Case(OneOfSeveral, trips(0, 1, 2)),
     "state machine": Case(
         StateMachine, trips("start middle", "start middle middle", "middle start"),
-        off=[Off(run(data(seed=9), "start other"), (("states.other", ""), ("states.end", "")), may=(("", "relu"),))],
+        off=[Off(run(data(seed=9), "start other"), (("states.other", ""),), may=(("", "relu"), ("states.end", "")))],
     ),
 }  # fmt: skip
