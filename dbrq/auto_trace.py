@@ -30,6 +30,7 @@ from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .errors import DeviationError
+from .guards import not_compiled, wants_gradient, without_gradient
 from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
 from .record import Tag
 from .tensors import Int8Tensor, Lazy, plain
@@ -103,6 +104,7 @@ class InterceptedForward:
         self.passes = self.is_torch_leaf = False
         self.state: AutoQuantizationState | None = None
 
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = active.call
         if call is None or call.token is not self.token:
@@ -199,15 +201,20 @@ class RunCall(TorchFunctionMode):
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         previous, active.call = active.call, self
         # int8 kernels have no gradient: through what is float around them it would be silently wrong.
-        gradient = torch.is_grad_enabled() and self.token.phase == "observe"
+        enabled = torch.is_grad_enabled()
+        gradient = enabled and self.token.phase == "observe"
         try:
             with torch.set_grad_enabled(gradient), self:
                 if intercepted.state is None:
-                    return self._leave(self._leaf_alone(intercepted, args, kwargs))
-                self._tag_inputs(intercepted, args, kwargs)
-                return self._leave(self.enter(intercepted, args, kwargs))
+                    output = self._leave(self._leaf_alone(intercepted, args, kwargs))
+                else:
+                    self._tag_inputs(intercepted, args, kwargs)
+                    output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call = previous
+        if enabled and not gradient and wants_gradient((*args, *kwargs.values())):
+            return without_gradient(intercepted.path, output)
+        return output
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
         assert intercepted.state is not None

@@ -16,6 +16,7 @@ from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
 from .containers import call_arguments
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
+from .guards import freeze
 from .kernels import QParams
 from .mappings import Role, is_torch_leaf, leaf_row
 from .observers import observed
@@ -323,6 +324,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             parameter.requires_grad_(False)
         parameter.grad = None
     target.eval()
+    freeze(target)
     return target
 
 

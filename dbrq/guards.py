@@ -1,0 +1,129 @@
+"""What a converted model refuses, and says so before anything changes: other devices and dtypes, training, gradients.
+
+The refusals are extensions of the module instances (attachment.py), on leaves too, so that ``model.half()``,
+``model.layer.half()`` and ``Sequential(model).half()`` meet them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attachment import extend, original
+from .containers import tree_leaves, tree_map
+from .errors import ConfigurationError, QuantizationError
+
+
+def freeze(model: nn.Module) -> None:
+    """Make every module of a converted model keep its dtype, its device and its mode."""
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, torch.jit.ScriptModule):
+            extend(module, _FROZEN, path)
+
+
+def check_move(fn: Callable, path: str, what: str, hint: str) -> None:
+    """Raise if ``fn``, which ``nn.Module._apply`` is about to map over all tensors, changes dtype or device.
+
+    ``fn`` is tried on an empty tensor: whether it fails (no such device) or not, the model is still what it was.
+    """
+    try:
+        moved = fn(torch.empty(0))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{what} cannot be moved: {error}", path=path, expected="cpu and torch.float32", hint=hint
+        ) from error
+    if moved.device.type != "cpu" or moved.dtype is not torch.float32:
+        raise ConfigurationError(
+            f"{what} keeps its dtypes and its device", path=path, expected="cpu and torch.float32",
+            got=f"{moved.device} and {moved.dtype}", hint=hint,
+        )  # fmt: skip
+
+
+def _apply(module: nn.Module, previous: Callable | None, path: str, fn: Callable, recurse: bool = True) -> nn.Module:
+    check_move(
+        fn, path, "a converted model",
+        "convert or cast the float model instead; lower(..., dtype=torch.bfloat16) narrows what stays float",
+    )  # fmt: skip
+    return original(module, previous, "_apply")(fn, recurse)
+
+
+def _train(module: nn.Module, previous: Callable | None, path: str, mode: bool = True) -> nn.Module:
+    """A converted model inside one that trains stays what it is: an int8 model in eval mode."""
+    return original(module, previous, "train")(False)
+
+
+def _requires_grad_(module: nn.Module, previous: Callable | None, path: str, requires_grad: bool = True) -> nn.Module:
+    if requires_grad:
+        raise _no_gradient(path)
+    return original(module, previous, "requires_grad_")(False)
+
+
+_FROZEN: dict[str, Callable] = {"_apply": _apply, "train": _train, "requires_grad_": _requires_grad_}
+
+
+def _no_gradient(path: str) -> QuantizationError:
+    return QuantizationError(
+        "a converted or lowered model has no gradient", path=path, expected="a model in training: float, or prepared",
+        got="a gradient is asked for",
+        hint="train the prepared model (with a qconfig of fake quantize) and convert it then; for inference, call the "
+        "model under torch.no_grad()",
+    )  # fmt: skip
+
+
+# Gradients
+
+
+class _NoGradient(torch.autograd.Function):
+    """The output of a converted model, whose gradient is an error and not silently zero."""
+
+    @staticmethod
+    def forward(anchor: Tensor, path: str, output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.path = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise _no_gradient(ctx.path)
+
+
+def wants_gradient(inputs: Iterable[Any]) -> bool:
+    """Whether one of a call's inputs requires a gradient."""
+    return any(value.requires_grad if isinstance(value, Tensor) else _any_inside(value) for value in inputs)
+
+
+def _any_inside(container: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(container))
+
+
+def without_gradient(path: str, output: Any) -> Any:
+    """``output`` with float tensors whose backward raises; what requires a gradient already (an input) keeps it."""
+
+    def guarded(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.requires_grad or not leaf.dtype.is_floating_point:
+            return leaf
+        return _NoGradient.apply(torch.empty((), requires_grad=True), path, leaf)
+
+    return tree_map(guarded, output)
+
+
+# torch.compile
+
+
+def not_compiled(function: Callable) -> Callable:
+    """Keep torch.compile out of ``function`` and of all that it calls, at no cost when nothing is compiled.
+
+    ``torch.compiler.disable`` wraps each call, and imports the compiler.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "dbrq watches eager code, and its kernels need no compiler"  # type: ignore[attr-defined]
+    return function
