@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 STATE = "_auto_quant_state"
 
@@ -62,9 +62,19 @@ def _named_modules(
 def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
     original(module, previous, "_apply")(fn, recurse)
     if recurse:
-        state_of(module)._apply(fn)
+        state_of(module)._apply(_keeping_dtypes(fn))
         state_of(module).refresh()
     return module
+
+
+def _keeping_dtypes(fn: Callable) -> Callable:
+    """Ranges and qparams are float32 whatever the model is: half a range of float16 would be lost for good."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved if moved.dtype is tensor.dtype else tensor.to(moved.device)
+
+    return apply
 
 
 def _apply(module: nn.Module, previous: Callable | None, fn: Callable) -> nn.Module:

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
-from .errors import DeviationError
-from .guards import not_compiled, wants_gradient, without_gradient
+from .errors import ConfigurationError, DeviationError
+from .guards import not_compiled, wants_gradient, without_autocast, without_gradient
 from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
 from .record import Tag
 from .tensors import Int8Tensor, Lazy, plain
@@ -78,6 +78,9 @@ class ModelToken:
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
+        if torch.is_autocast_enabled("cpu"):
+            with without_autocast():
+                return self.start(intercepted, args, kwargs)
         if _get_current_function_mode() is active.call is not None:
             with _pop_mode_temporarily():  # a model called by another: its ops are not the other's
                 return RunCall(self).run(intercepted, args, kwargs)
@@ -390,10 +393,38 @@ class RunCall(TorchFunctionMode):
         target.become(value)
         return target
 
+    def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
+        """Call a hook that the record does not know; it sees float values, and its ops are none of the record's."""
+        with _disabled():
+            args = tree_map(_shown, args) if self.token.phase == "int8" else args
+            given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            before = [_version(tensor) for tensor in given]
+            result = hook(module, *args)
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if before == [_version(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
+                return None
+        raise ConfigurationError(
+            "a hook that was registered after prepare changes values", path=path,
+            expected="a hook that only looks", got=getattr(hook, "__qualname__", type(hook).__name__),
+            hint="register it on the float model, before prepare, so that ranges are those of the changed values",
+        )  # fmt: skip
+
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``, a plain tensor."""
         tag = value.__dict__.get(TAG)
         return self.input_tags.get(id(value)) if tag is None else tag
+
+
+def _shown(leaf: Any) -> Any:
+    """A value for the user to keep: plain, without what runs write on it, and no reader of a fusion under way."""
+    if isinstance(leaf, Lazy):
+        fused = getattr(leaf, "deferred", None)
+        leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
+    return leaf.detach() if type(leaf) is Tensor else leaf
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _untagged(leaf: Any) -> Any:

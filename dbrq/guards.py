@@ -6,8 +6,9 @@ The refusals are extensions of the module instances (attachment.py), on leaves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 from .attachment import extend, original
 from .containers import tree_leaves, tree_map
 from .errors import ConfigurationError, QuantizationError
+from .mappings import Role
+
+if TYPE_CHECKING:
+    from .record import SeenOp
 
 
 def freeze(model: nn.Module) -> None:
@@ -71,6 +76,34 @@ def _no_gradient(path: str) -> QuantizationError:
         hint="train the prepared model (with a qconfig of fake quantize) and convert it then; for inference, call the "
         "model under torch.no_grad()",
     )  # fmt: skip
+
+
+def check_ready(ops: Iterable[SeenOp], modules: Mapping[str, nn.Module]) -> None:
+    """Raise unless what int8 ops use is still on the CPU and in float32, as when it was recorded."""
+    for op in ops:
+        if op.decision.precision != "int8":
+            continue
+        tensors = {(ref.path, ref.name): getattr(modules[ref.path], ref.name, None)
+                   for ref in (op.weight, op.bias, *op.norm) if ref is not None}  # fmt: skip
+        if op.row.role is Role.RECURRENT and op.module is not None:
+            tensors |= {(op.module, name): p for name, p in modules[op.module].named_parameters(recurse=False)}
+        for (path, name), tensor in tensors.items():
+            if tensor is not None and (tensor.dtype is not torch.float32 or tensor.device.type != "cpu"):
+                raise ConfigurationError(
+                    f"the {name} of an int8 op was cast or moved after prepare", path=path, op=op.path,
+                    expected="cpu and torch.float32", got=f"{tensor.device} and {tensor.dtype}",
+                    hint="prepared.float().cpu() before you convert",
+                )  # fmt: skip
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """What runs inside is not narrowed by an autocast that is on outside: which dtypes ops take is recorded once."""
+    if not torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    with torch.autocast("cpu", enabled=False):
+        yield
 
 
 # Gradients

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .auto_trace import INT8, InterceptedForward, ModelToken, RunCall, unexpected_module_call
+from .auto_trace import InterceptedForward, ModelToken, RunCall, active, unexpected_module_call
 from .errors import CalibrationError, DeviationError
 from .kernels import QParams
 from .mappings import OpRow, Role, Spelling
@@ -247,12 +247,16 @@ class ObserveHook:
             ) from error
 
     def _fake_quantized(self, fake_quantize: nn.Module, x: Tensor) -> Tensor:
-        """Several ops may read one value: it is observed and rounded once."""
-        cached = x.__dict__.get(INT8)
-        if cached is not None and cached[0] is fake_quantize and cached[1] == _version(x):
-            return cached[2]
-        result = fake_quantize(_checked(x))
-        x.__dict__[INT8] = (fake_quantize, _version(x), result)
+        """Several ops may read one value: it is observed and rounded once in a run.
+
+        Kept by the run, not by ``x``: that may be the user's, and the result holds the graph of this run's gradients.
+        """
+        held = active.call.quantized_inputs
+        known = held.get(id(x))
+        if known is not None and known[0] is x and known[1] is fake_quantize and known[2] == _version(x):
+            return known[3]
+        result = fake_quantize(_checked(x).to(torch.float32)).to(x.dtype)  # torch's takes float32 only
+        held[id(x)] = (x, fake_quantize, _version(x), result)
         return result
 
     def _fake_weight(self, weight: Tensor) -> Tensor:
@@ -260,10 +264,10 @@ class ObserveHook:
         assert self.weight_fake_quant is not None
         chain = self.op.decision.chain
         if not chain or chain[0].op.role is not Role.NORM:
-            return self.weight_fake_quant(weight)
+            return self.weight_fake_quant(weight.to(torch.float32)).to(weight.dtype)
         scale = norm_scale(chain[0], self.state.modules_by_path).reshape(-1, *[1] * (weight.dim() - 1)).detach()
         scale = torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)
-        return self.weight_fake_quant(weight * scale) / scale
+        return self.weight_fake_quant((weight * scale).to(torch.float32)).to(weight.dtype) / scale
 
 
 def _is_fake_quantize(observer: Any) -> bool:

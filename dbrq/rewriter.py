@@ -23,6 +23,7 @@ from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, remove_dead
 from .graph_io import Inputs, RestoringCodeGen, Returned
 from .graph_run import GraphRun
+from .guards import without_autocast
 from .report import sqnr
 from .watch import random_state_kept
 from .workflow import token_of
@@ -65,6 +66,7 @@ class Recording:
     decisions: int
 
 
+@without_autocast()
 def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> Recording:
     """What ``rewrite`` does, with what it learned."""
     token_of(quantized, "int8", "rewrite")

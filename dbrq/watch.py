@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from .auto_trace import InterceptedForward, active
 from .containers import tree_leaves
+from .copies import as_forward_sees, bake, copied, uncompile_children
 from .decompositions import decomposed
 from .errors import ConfigurationError
 from .mappings import (
@@ -55,25 +56,13 @@ def watch(
         opaque: module classes not to look into.
         on_op: called with (op, output) after every op, for logging values.
     """
-    stand_in = _throwaway_copy(model)
-    run = Watch(stand_in, tuple(opaque), on_op)
+    stand_in = bake(uncompile_children(copied(model, model.parameters())).eval())
     args, kwargs = copy.deepcopy((args, kwargs))
     with torch.no_grad(), random_state_kept():
+        args, kwargs = as_forward_sees(stand_in, args, kwargs)
+        run = Watch(stand_in, tuple(opaque), on_op)
         run.run(args, kwargs)
     return run.record
-
-
-def _throwaway_copy(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    try:
-        return copy.deepcopy(model, memo).eval()
-    except Exception as error:
-        raise ConfigurationError(
-            f"the model cannot be deep-copied: {error}",
-            expected="a module that copy.deepcopy takes",
-            got=type(model).__name__,
-            hint="remove what cannot be copied (locks, generators, non-leaf tensors with grad) from its attributes",
-        ) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +14,16 @@ from torch.nn.parameter import is_lazy
 from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
 from .containers import call_arguments
+from .copies import (
+    bake,
+    copied,
+    run_later_hooks_plainly,
+    run_parametrizations_plainly,
+    uncompile_children,
+    uncompiled,
+)
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
-from .guards import freeze
+from .guards import check_ready, freeze, without_autocast
 from .kernels import QParams
 from .mappings import Role, is_torch_leaf, leaf_row
 from .observers import observed
@@ -71,6 +78,7 @@ class QuantizedModelToken(ModelToken):
         return None
 
 
+@without_autocast()
 def prepare(
     model: nn.Module,
     example_inputs: Any = (),
@@ -103,6 +111,7 @@ def prepare(
     >>> type(prepared) is nn.Sequential
     True
     """
+    model = uncompiled(model)
     _check_model(model)
     mapping = as_mapping(qconfig_mapping)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
@@ -111,13 +120,15 @@ def prepare(
         raise ConfigurationError("non_traceable_module_classes takes classes", got=opaque)
     record = watch(model, args, kwargs, opaque)
     record.default_recipe = qconfig_mapping is None
-    target = model if inplace else _copied(model)
+    target = uncompile_children(model if inplace else copied(model))
     modules = dict(target.named_modules(remove_duplicate=False))
     QConfigResolver(mapping, modules).assign(record)
     token = QuantizedModelToken(record)
     token.fuse = fuse
-    _attach(target, token, modules, opaque)
-    place(token, {})
+    with torch.inference_mode(False):  # observers are written to wherever the model runs
+        _attach(target, token, modules, opaque)
+        place(token, {})
+    run_later_hooks_plainly(target, token)
     return target
 
 
@@ -144,22 +155,11 @@ def _check_model(model: Any) -> None:
             )
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ConfigurationError(
-            f"the model cannot be deep-copied: {error}",
-            got=type(model).__name__,
-            hint="make it copyable, or pass inplace=True",
-        ) from error
-
-
 def _attach(target: nn.Module, token: QuantizedModelToken, modules: dict[str, nn.Module], opaque: tuple) -> None:
     """States and intercepted forwards on every module that is seen by itself."""
-    hidden: list[str] = []
+    hidden = run_parametrizations_plainly(target, token)
     for path, module in list(target.named_modules()):
-        if any(path.startswith(h + ".") for h in hidden):
+        if any(f"{path}.".startswith(f"{h}.") for h in hidden):
             continue
         if isinstance(module, torch.jit.ScriptModule):
             hidden.append(path)
@@ -287,6 +287,7 @@ def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
     return state.token
 
 
+@without_autocast()
 def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False) -> nn.Module:
     """Put int8 weights and kernels in place of what was observed.
 
@@ -301,11 +302,15 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
 
     Raises:
         NotCalibratedError: a value to quantize was never observed.
+        ConfigurationError: ``prepared`` is not a prepared model, or was cast to another dtype or moved since.
     """
-    token_of(prepared, "observe", "convert")
-    target = prepared if inplace else copy.deepcopy(prepared)
+    check_ready(
+        token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
+    )
+    target = prepared if inplace else copied(prepared)
     token = token_of(target, "observe", "convert")
     qparams = _all_qparams(token)
+    bake(target.eval())
     modules = dict(target.named_modules(remove_duplicate=False))
     with torch.inference_mode(False), torch.no_grad():
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
@@ -323,7 +328,6 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
         if parameter.is_leaf:  # those of a copied ScriptModule are not
             parameter.requires_grad_(False)
         parameter.grad = None
-    target.eval()
     freeze(target)
     return target
 

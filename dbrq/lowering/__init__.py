@@ -20,6 +20,7 @@ from ..attachment import state_of
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
+from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record
 from ..workflow import convert, prepare
@@ -33,6 +34,7 @@ VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn")
 
 
+@without_autocast()
 def lower(
     quantized: nn.Module,
     example_inputs: Any = (),
