@@ -82,6 +82,11 @@ def _apply(module: nn.Module, previous: Callable | None, fn: Callable) -> nn.Mod
     return original(module, previous, "apply")(fn)
 
 
+def _train(module: nn.Module, previous: Callable | None, mode: bool = True) -> nn.Module:
+    state_of(module).train(mode)
+    return original(module, previous, "train")(mode)
+
+
 def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
     own = original(module, previous, "extra_repr")()
     state = f"({STATE}): {state_of(module)!r}"
@@ -92,6 +97,7 @@ _EXTENSIONS: dict[str, Callable] = {
     "named_modules": _named_modules,
     "_apply": _apply_to_tensors,
     "apply": _apply,
+    "train": _train,
     "extra_repr": _extra_repr,
 }
 

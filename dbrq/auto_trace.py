@@ -30,7 +30,7 @@ from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .errors import ConfigurationError, DeviationError
-from .guards import not_compiled, wants_gradient, without_autocast, without_gradient
+from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, READS_NUMBER, OpRow, Role, function_name, mutates, reads_values
 from .record import Tag
 from .tensors import Int8Tensor, Lazy, plain
@@ -198,6 +198,7 @@ class RunCall(TorchFunctionMode):
         self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
         self.slow = self.log is not None or self.log_hooks
+        self.gradient = False
 
     # Module I/O hooks
 
@@ -205,7 +206,7 @@ class RunCall(TorchFunctionMode):
         previous, active.call = active.call, self
         # int8 kernels have no gradient: through what is float around them it would be silently wrong.
         enabled = torch.is_grad_enabled()
-        gradient = enabled and self.token.phase == "observe"
+        gradient = self.gradient = enabled and self.token.phase == "observe"
         try:
             with torch.set_grad_enabled(gradient), self:
                 if intercepted.state is None:
@@ -215,8 +216,8 @@ class RunCall(TorchFunctionMode):
                     output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call = previous
-        if enabled and not gradient and wants_gradient((*args, *kwargs.values())):
-            return without_gradient(intercepted.path, output)
+        if enabled and not gradient:
+            return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
         return output
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:

@@ -40,9 +40,10 @@ def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     # deepcopy refuses tensors that have a history; those in attributes are computed anew in each run.
     for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()
+        for held in module.__dict__.values():
+            for value in held if isinstance(held, (list, tuple)) else (held,):  # RNNs keep lists of their weights
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    memo[id(value)] = value.detach().clone()
     try:
         with torch.inference_mode(False):  # else the copy could never train
             return copy.deepcopy(model, memo)

@@ -7,10 +7,12 @@ The refusals are extensions of the module instances (attachment.py), on leaves t
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .attachment import extend, original
@@ -108,41 +110,58 @@ def without_autocast() -> Iterator[None]:
 
 # Gradients
 
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
 
 class _NoGradient(torch.autograd.Function):
     """The output of a converted model, whose gradient is an error and not silently zero."""
 
     @staticmethod
-    def forward(anchor: Tensor, path: str, output: Tensor) -> Tensor:
+    def forward(path: str, output: Tensor, *inputs: Tensor) -> Tensor:
         return output.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.path = inputs[1]
+        ctx.path = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise _no_gradient(ctx.path)
 
 
-def wants_gradient(inputs: Iterable[Any]) -> bool:
-    """Whether one of a call's inputs requires a gradient."""
-    return any(value.requires_grad if isinstance(value, Tensor) else _any_inside(value) for value in inputs)
+def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
+    """``output`` as it is or, where one of a call's inputs requires a gradient, with tensors whose backward raises.
 
-
-def _any_inside(container: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(container))
-
-
-def without_gradient(path: str, output: Any) -> Any:
-    """``output`` with float tensors whose backward raises; what requires a gradient already (an input) keeps it."""
+    What requires a gradient already, since it is one of the inputs, keeps it.
+    """
+    wanting = [leaf for value in inputs for leaf in ((value,) if isinstance(value, Tensor) else tree_leaves(value))
+               if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip
+    if not wanting:
+        return output
 
     def guarded(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.requires_grad or not leaf.dtype.is_floating_point:
             return leaf
-        return _NoGradient.apply(torch.empty((), requires_grad=True), path, leaf)
+        return _NoGradient.apply(path, leaf, *wanting)
 
     return tree_map(guarded, output)
+
+
+def refuse_checkpoint(op: SeenOp) -> None:
+    """Raise where a rounded op of a training run is inside ``torch.utils.checkpoint``.
+
+    That runs its part of forward anew in backward, outside of the run: without rounding, so with other gradients.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            raise QuantizationError(
+                "gradient checkpointing would compute the gradients of a model that does not round", path=op.owner,
+                op=op.path, expected="forward without torch.utils.checkpoint, where fake quantize rounds",
+                got="torch.utils.checkpoint",
+                hint="switch checkpointing off in quantization aware training (gradient_checkpointing_disable())",
+            )  # fmt: skip
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 # torch.compile

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .auto_trace import InterceptedForward, ModelToken, RunCall, active, unexpected_module_call
 from .errors import CalibrationError, DeviationError
+from .guards import refuse_checkpoint
 from .kernels import QParams
 from .mappings import OpRow, Role, Spelling
 from .observers import HistogramObserver
@@ -216,6 +217,8 @@ class ObserveHook:
 
     def _observe(self, bound: list[Any]) -> bool:
         """Observe the activations; in training with fake quantize, put quantized ones in their place."""
+        if self.fakes and active.call.gradient:
+            refuse_checkpoint(self.op)
         found = dict(activations(self.row, bound))
         changed = False
         for slot, observer in self.observers:

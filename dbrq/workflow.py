@@ -328,7 +328,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
         if parameter.is_leaf:  # those of a copied ScriptModule are not
             parameter.requires_grad_(False)
         parameter.grad = None
-    freeze(target)
+    freeze(target.eval())
     return target
 
 

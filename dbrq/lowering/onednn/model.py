@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...graph import leaves, remove_dead, walk
-from ...guards import check_move, wants_gradient, without_gradient
+from ...guards import check_move, without_gradient
 from ...report import LOWERED_REPORT
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
@@ -100,7 +100,7 @@ class OneDNNModel(nn.Module):
             args = bound.args
         result = self.plain(args)
         result = result if self._returned is None else self._returned(result)
-        return without_gradient("", result) if torch.is_grad_enabled() and wants_gradient(args) else result
+        return without_gradient("", result, args) if torch.is_grad_enabled() else result
 
     def plain(self, args: Sequence[Any]) -> Any:
         """``forward`` for all of the graph's inputs, in order; the result is in plain containers."""
