@@ -157,7 +157,7 @@ def run_parametrizations_plainly(model: nn.Module, token: Any) -> list[str]:
     for path, module in list(model.named_modules()):
         if parametrize.is_parametrized(module):
             paths.append(f"{path}.parametrizations".lstrip("."))
-            for how in module.parametrizations.values():  # type: ignore[union-attr, operator]
+            for how in module.parametrizations.values():
                 how.__dict__["forward"] = functools.partial(_forward_plainly, how)
         for key, hook in module._forward_pre_hooks.items():
             if _old_style(hook) is not None:

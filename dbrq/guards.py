@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,13 +148,13 @@ def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
     return tree_map(guarded, output)
 
 
-def refuse_checkpoint(op: SeenOp) -> None:
-    """Raise where a rounded op of a training run is inside ``torch.utils.checkpoint``.
+def refuse_checkpoint(op: SeenOp, run: CodeType) -> None:
+    """Raise where a rounded op of a training run is inside ``torch.utils.checkpoint``, and that inside of ``run``.
 
     That runs its part of forward anew in backward, outside of the run: without rounding, so with other gradients.
     """
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not run:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             raise QuantizationError(
                 "gradient checkpointing would compute the gradients of a model that does not round", path=op.owner,

@@ -218,7 +218,7 @@ class ObserveHook:
     def _observe(self, bound: list[Any]) -> bool:
         """Observe the activations; in training with fake quantize, put quantized ones in their place."""
         if self.fakes and active.call.gradient:
-            refuse_checkpoint(self.op)
+            refuse_checkpoint(self.op, RunCall.run.__code__)
         found = dict(activations(self.row, bound))
         changed = False
         for slot, observer in self.observers:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from .auto_trace import InterceptedForward, active
 from .containers import tree_leaves
-from .copies import as_forward_sees, bake, copied, uncompile_children
+from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
 from .decompositions import decomposed
 from .errors import ConfigurationError
 from .mappings import (
@@ -56,7 +56,7 @@ def watch(
         opaque: module classes not to look into.
         on_op: called with (op, output) after every op, for logging values.
     """
-    stand_in = bake(uncompile_children(copied(model, model.parameters())).eval())
+    stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
     args, kwargs = copy.deepcopy((args, kwargs))
     with torch.no_grad(), random_state_kept():
         args, kwargs = as_forward_sees(stand_in, args, kwargs)

@@ -255,7 +255,7 @@ def calibrate(
         CalibrationError: NaN or infinity in a value to quantize.
         DeviationError: an item takes another path than the example did.
     """
-    token_of(prepared, "observe", "calibrate")
+    token_of(uncompiled(prepared), "observe", "calibrate")
     items = data if max_batches is None else itertools.islice(data, max_batches)
     with torch.no_grad():
         for item in _with_progress(items, progress):
@@ -304,6 +304,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
         NotCalibratedError: a value to quantize was never observed.
         ConfigurationError: ``prepared`` is not a prepared model, or was cast to another dtype or moved since.
     """
+    prepared = uncompiled(prepared)
     check_ready(
         token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
     )

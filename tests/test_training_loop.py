@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Call, convert, sqnr
 from torch import nn
-from torch.ao.quantization import default_dynamic_qconfig, get_default_qat_qconfig_mapping
+from torch.ao.quantization import default_dynamic_qconfig, disable_observer, get_default_qat_qconfig_mapping
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
@@ -142,6 +142,21 @@ def test_gradient_checkpointing(reentrant, whole_module):
         rounding(V)
     with torch.no_grad():
         rounding(V)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_a_whole_model(reentrant):
+    """Its second forward is a run as the first was."""
+    prepared = prepared_net(MAPPINGS["fake quantized"]).eval()
+    prepared(X)
+    prepared.apply(disable_observer)
+    gradients = []
+    for run in (prepared, functools.partial(checkpoint, prepared, use_reentrant=reentrant)):
+        prepared.zero_grad()
+        run(X.clone().requires_grad_()).square().sum().backward()
+        gradients.append([p.grad for p in prepared.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @recipes
@@ -313,7 +328,7 @@ def test_lowered_to_torchscript():
 
 
 @pytest.mark.parametrize("where", ["root", "root in place", "child", "child in place", "prepared", "converted"])
-def test_compiled(where):
+def test_compiled(where, tmp_path):
     """dbrq takes the wrapper off; a prepared or converted model that is compiled runs as it does otherwise."""
     torch._dynamo.reset()
     model, expected = net(), net()(X)
@@ -326,7 +341,9 @@ def test_compiled(where):
         (model if "root" in where else model[0]).compile(backend="eager", fullgraph=True)
     prepared = dbrq.prepare(model, X)
     assert type(prepared) is nn.Sequential and type(prepared[0]) is nn.Conv2d
-    (compiled(prepared) if where == "prepared" else prepared)(X)
+    if where == "prepared":
+        prepared = compiled(prepared)
+    dbrq.calibrate(prepared, [X])
     converted = dbrq.convert(prepared)
     eager = converted(X)
     again = compiled(converted) if where == "converted" else converted
@@ -334,8 +351,10 @@ def test_compiled(where):
         assert torch.equal(again(X), eager) and torch.equal(again(X[:2]), converted(X[:2]))
     converted.compile(backend="eager")
     assert torch.equal(converted(X), eager)
-    assert close(expected, eager) and dbrq.report(converted).coverage == 1.0
-    assert close(expected, dbrq.lower(converted, X)(X))
+    assert close(expected, eager) and dbrq.report(again).coverage == 1.0
+    assert close(expected, dbrq.lower(again, X)(X)) and dbrq.compare(model, again, X).rows
+    dbrq.save(again, tmp_path / "model")
+    assert torch.equal(dbrq.load(tmp_path / "model")(X), eager)
 
 
 def test_a_prepared_model_is_not_prepared_again_through_a_wrapper():

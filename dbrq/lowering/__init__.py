@@ -17,6 +17,7 @@ from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
 from ..attachment import state_of
+from ..copies import uncompiled
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
@@ -75,6 +76,7 @@ def lower(
         raise ConfigurationError("there is no such backend", expected=" or ".join(BACKENDS), got=backend)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
+    quantized = uncompiled(quantized)
     if isinstance(quantized, nn.Module) and state_of(quantized) is None:
         float_only = QConfigMapping().set_global(None)  # type: ignore[arg-type]
         prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)
