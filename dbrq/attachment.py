@@ -8,10 +8,10 @@ no class is patched. The extensions are partials of functions of this module, wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 STATE = "_auto_quant_state"
 
@@ -19,10 +19,22 @@ STATE = "_auto_quant_state"
 def attach(module: nn.Module, state: nn.Module) -> None:
     """Give ``module`` a hidden child ``state``."""
     module.__dict__[STATE] = state
-    for name, function in _EXTENSIONS.items():
-        module.__dict__[name] = functools.partial(function, module, module.__dict__.get(name))
+    extend(module, _EXTENSIONS)
     module.register_state_dict_post_hook(_save)
     module.register_load_state_dict_pre_hook(_load)
+
+
+def extend(module: nn.Module, extensions: Mapping[str, Callable], *arguments: Any) -> None:
+    """Put functions before methods of one instance.
+
+    Args:
+        module: the instance.
+        extensions: name of a method -> ``function(module, previous, *arguments, *args)`` to call in its place, with
+            what stood there on the instance, if anything did; ``original`` gives the method.
+        arguments: further arguments of all of them.
+    """
+    for name, function in extensions.items():
+        module.__dict__[name] = functools.partial(function, module, module.__dict__.get(name), *arguments)
 
 
 def state_of(module: nn.Module) -> Any:
@@ -30,7 +42,8 @@ def state_of(module: nn.Module) -> Any:
     return module.__dict__.get(STATE)
 
 
-def _original(module: nn.Module, previous: Callable | None, name: str) -> Callable:
+def original(module: nn.Module, previous: Callable | None, name: str) -> Callable:
+    """The method that an extension stands before."""
     return previous if previous is not None else functools.partial(getattr(type(module), name), module)
 
 
@@ -42,25 +55,40 @@ def _named_modules(
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Module]]:
     memo = set() if memo is None else memo
-    yield from _original(module, previous, "named_modules")(memo, prefix, remove_duplicate)
+    yield from original(module, previous, "named_modules")(memo, prefix, remove_duplicate)
     yield from state_of(module).named_modules(memo, f"{prefix}.{STATE}" if prefix else STATE, remove_duplicate)
 
 
 def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
-    _original(module, previous, "_apply")(fn, recurse)
+    original(module, previous, "_apply")(fn, recurse)
     if recurse:
-        state_of(module)._apply(fn)
+        state_of(module)._apply(_keeping_dtypes(fn))
         state_of(module).refresh()
     return module
 
 
+def _keeping_dtypes(fn: Callable) -> Callable:
+    """Ranges and qparams are float32 whatever the model is: half a range of float16 would be lost for good."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved if moved.dtype is tensor.dtype else tensor.to(moved.device)
+
+    return apply
+
+
 def _apply(module: nn.Module, previous: Callable | None, fn: Callable) -> nn.Module:
     state_of(module).apply(fn)
-    return _original(module, previous, "apply")(fn)
+    return original(module, previous, "apply")(fn)
+
+
+def _train(module: nn.Module, previous: Callable | None, mode: bool = True) -> nn.Module:
+    state_of(module).train(mode)
+    return original(module, previous, "train")(mode)
 
 
 def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
-    own = _original(module, previous, "extra_repr")()
+    own = original(module, previous, "extra_repr")()
     state = f"({STATE}): {state_of(module)!r}"
     return f"{own}\n{state}" if own else state
 
@@ -69,6 +97,7 @@ _EXTENSIONS: dict[str, Callable] = {
     "named_modules": _named_modules,
     "_apply": _apply_to_tensors,
     "apply": _apply,
+    "train": _train,
     "extra_repr": _extra_repr,
 }
 

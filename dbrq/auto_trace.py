@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
+from .errors import ConfigurationError
+from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
 from .record import Place, Tag
 from .sites import border, chain_of_spots, spot
@@ -88,6 +90,9 @@ class ModelToken:
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
+        if torch.is_autocast_enabled("cpu"):
+            with without_autocast():
+                return self.start(intercepted, args, kwargs)
         if _get_current_function_mode() is active.call is not None:
             with _pop_mode_temporarily():  # a model called by another: its ops are not the other's
                 return self.run(intercepted, args, kwargs)
@@ -120,6 +125,7 @@ class InterceptedForward:
         self.passes = self.is_torch_leaf = self.opaque = self.only_watched = False
         self.state: AutoQuantizationState | None = None
 
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = active.call
         if call is None or call.token is not self.token:
@@ -284,14 +290,19 @@ class RunCall(TorchFunctionMode):
 
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         previous, active.call = active.call, self
+        enabled = torch.is_grad_enabled()
         try:
             with torch.no_grad(), self:  # int8 kernels have no gradient: through what is float it would be wrong
                 if intercepted.state is None:
-                    return self._leave(self._leaf_alone(intercepted, args, kwargs))
-                self._tag_inputs(intercepted, args, kwargs)
-                return self._leave(self.enter(intercepted, args, kwargs))
+                    output = self._leave(self._leaf_alone(intercepted, args, kwargs))
+                else:
+                    self._tag_inputs(intercepted, args, kwargs)
+                    output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call = previous
+        if enabled:
+            return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
+        return output
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
         assert intercepted.state is not None
@@ -480,6 +491,11 @@ class RunCall(TorchFunctionMode):
         target.become(value)
         return target
 
+    def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
+        """Call a hook that only looks; it sees float values."""
+        with _disabled():
+            look(hook, module, path, tree_map(_shown, args))
+
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``."""
         if type(value) is Int8Tensor:
@@ -490,6 +506,33 @@ class RunCall(TorchFunctionMode):
             value = value.float_value()
         tag = value.__dict__.get(TAG)
         return self.input_tags.get(id(value)) if tag is None else tag
+
+
+def _shown(leaf: Any) -> Any:
+    """A value for the user to keep: plain, without what runs write on it, and no reader of a fusion under way."""
+    if isinstance(leaf, Lazy):
+        fused = getattr(leaf, "deferred", None)
+        leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
+    return leaf.detach() if type(leaf) is Tensor else leaf
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
+    """Call a hook that the record does not know; its ops are none of the record's."""
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    before = [_version(tensor) for tensor in given]
+    result = hook(module, *args)
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if before == [_version(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
+        return
+    raise ConfigurationError(
+        "a hook that was registered after prepare changes values", path=path,
+        expected="a hook that only looks", got=getattr(hook, "__qualname__", type(hook).__name__),
+        hint="register it on the float model, before prepare, so that ranges are those of the changed values",
+    )  # fmt: skip
 
 
 def untagged(leaf: Any) -> Any:

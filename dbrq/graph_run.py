@@ -57,8 +57,8 @@ class GraphRun(RunCall):
         """Run the model; returns its output, whose tensors and numbers the recorder knows."""
         previous, active.call = active.call, self
         try:
-            with torch.no_grad(), self.recorder.watching(), self:
-                return self.enter(intercepted, args, kwargs)
+            with torch.no_grad(), self.recorder.watching(), self, self.plainly():
+                return intercepted.module(*args, **kwargs)  # its own hooks are in the graph, and not in the record
         finally:
             active.call = previous
 
@@ -89,7 +89,19 @@ class GraphRun(RunCall):
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with self._at(intercepted.path):
+            return super().enter(intercepted, args, kwargs) if self.frame else self._root(intercepted, args, kwargs)
+
+    def _root(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        assert intercepted.state is not None
+        with torch._C.DisableTorchFunction():
+            for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
+                for tensor, tag in zip(tensors, intercepted.state.input_tags(name, tensors), strict=True):
+                    self._with_tag(tensor, tag)
+        plain, self._plain = self._plain, 0
+        try:
             return super().enter(intercepted, args, kwargs)
+        finally:
+            self._plain = plain
 
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with self.plainly():
@@ -119,6 +131,10 @@ class GraphRun(RunCall):
                 return self._recurrent(hook, intercepted, args, kwargs)
             bound = bind_leaf(intercepted, args, kwargs)
             return self._finish(hook, bound[0], self._int8(hook, bound), hook.op.inplace)
+
+    def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
+        """What only looks is no part of a graph; hooks of the root are."""
+        return hook(module, *args) if self.frame is None else None
 
     # Functions
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .auto_trace import INT8
 from .errors import CalibrationError
+from .guards import refuse_checkpoint
 from .mappings import OpRow, Role
 from .observers import HistogramObserver
 from .record import SeenOp
 from .reference import run_float
+from .watch import Watch
 from .weights import norm_scale
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Observing:
         self.token, self.record, self.union = token, token.record, token.union
         self.stashed: list[tuple[SeenOp, int, Tensor]] = []
         self._seen: set[int] = set()
+        self._held: dict[int, tuple] = {}
 
     def run(
         self, op: SeenOp, edges: Sequence[tuple[int, int, Tensor]], bound: list[Any], original: Callable, inplace: bool
@@ -46,12 +48,19 @@ class Observing:
             if found is None:
                 self._note_range(op, vid, x)
                 continue
-            value = _observe(found, x, op)
-            if is_fake_quantize(found) and not inplace:
+            if not is_fake_quantize(found):
+                _observed(found, x, op)
+                continue
+            if torch.is_grad_enabled():
+                refuse_checkpoint(op, Watch.run.__code__)
+            value = self._rounded(found, x, op)
+            if not inplace:
                 _place(bound, op.row, slot, value)
                 changed = True
         weight_fake_quant = self.token.weight_fake_quant(op)
         if weight_fake_quant is not None:
+            if torch.is_grad_enabled():
+                refuse_checkpoint(op, Watch.run.__code__)
             bound[1] = self._fake_weight(op, weight_fake_quant, bound[1])
             changed = True
         return run_float(op.row, bound, op.pad) if changed else original()
@@ -66,7 +75,7 @@ class Observing:
                 its, at = values[vid], ops[op]
                 found = self._observer(at, its, x)
                 if found is not None:
-                    _observe(found, x, at)
+                    _observed(found, x, at)
                 else:
                     self._note_range(at, its, x)
 
@@ -85,6 +94,18 @@ class Observing:
             self._seen.add(observation.source)
         return observer
 
+    def _rounded(self, fake_quantize: nn.Module, x: Tensor, op: SeenOp) -> Tensor:
+        """Several ops may read one value: it is observed and rounded once in a run.
+
+        Kept by the run, not by ``x``: that may be the user's, and the result holds the graph of this run's gradients.
+        """
+        known = self._held.get(id(x))
+        if known is not None and known[0] is x and known[1] is fake_quantize and known[2] == _version(x):
+            return known[3]
+        result = _observed(fake_quantize, x, op)
+        self._held[id(x)] = (x, fake_quantize, _version(x), result)
+        return result
+
     def _note_range(self, op: SeenOp, vid: int, x: Tensor) -> None:
         """Another path may show later that a value must be quantized which now lies inside a fusion."""
         if op.row.role not in _MAY_READ_INT8 or (op, vid) in self.token.observing or vid in self._seen:
@@ -101,16 +122,16 @@ class Observing:
         """The weight as conversion will round it: scaled by the batch norm that folds into it, and back."""
         chain = op.decision.chain
         if not chain or chain[0].op.role is not Role.NORM:
-            return fake_quant(weight)
+            return fake_quant(weight.to(torch.float32)).to(weight.dtype)
         scale = norm_scale(chain[0], self.token.modules).reshape(-1, *[1] * (weight.dim() - 1)).detach()
         scale = torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)
-        return fake_quant(weight * scale) / scale
+        return fake_quant((weight * scale).to(torch.float32)).to(weight.dtype) / scale
 
 
-def _observe(observer: nn.Module, x: Tensor, op: SeenOp) -> Tensor:
+def _observed(observer: nn.Module, x: Tensor, op: SeenOp) -> Tensor:
     try:
         if is_fake_quantize(observer):
-            return _fake_quantized(observer, x)
+            return observer(_checked(x).to(torch.float32)).to(x.dtype)  # torch's takes float32 only
         return observer(x.detach() if isinstance(observer, HistogramObserver) else _checked(x.detach()))
     except CalibrationError as error:
         raise CalibrationError(
@@ -121,16 +142,6 @@ def _observe(observer: nn.Module, x: Tensor, op: SeenOp) -> Tensor:
             got=error.got or error.message,
             hint="check the calibration data, or set this op's qconfig to None",
         ) from error
-
-
-def _fake_quantized(fake_quantize: nn.Module, x: Tensor) -> Tensor:
-    """Several ops may read one value: it is observed and rounded once."""
-    cached = x.__dict__.get(INT8)
-    if cached is not None and cached[0] is fake_quantize and cached[1] == _version(x):
-        return cached[2]
-    result = fake_quantize(_checked(x))
-    x.__dict__[INT8] = (fake_quantize, _version(x), result)
-    return result
 
 
 def _version(tensor: Tensor) -> int:

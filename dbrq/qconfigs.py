@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.ao.quantization import QConfig, QConfigMapping
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .errors import ConfigurationError
 from .mappings import OpRow
@@ -81,14 +82,14 @@ class QConfigResolver:
         scope = op.module if op.module is not None else op.owner
         module = self.modules[scope]
         if op.module is not None:
-            keys: tuple[Any, ...] = (type(module),)
+            keys: tuple[Any, ...] = (type_before_parametrizations(module),)
             counted_in = op.module.rpartition(".")[0]
             base = self.mapping.global_qconfig
         else:
             keys = _spellings(op.row, op.spelling)
             counted_in = op.owner
             base = self._by_type(keys, self.mapping.global_qconfig)
-        base = self._by_type((type(module),), base)
+        base = self._by_type((type_before_parametrizations(module),), base)
         found = self._by_name(scope, self._by_regex(scope, base))
         return self._by_order(counted_in, keys, found)
 

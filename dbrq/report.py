@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attachment import state_of
 from .auto_trace import logging_values
 from .containers import call_arguments, tree_leaves
+from .copies import uncompiled
 from .errors import ConfigurationError
 from .mappings import LEAVES, Role
 from .record import Record, SeenOp
@@ -136,6 +137,7 @@ def report(model: nn.Module) -> Report:
     >>> [(row.path, row.precision) for row in rows]
     [('0', 'int8'), ('1', 'float')]
     """
+    model = uncompiled(model)
     if isinstance(held := getattr(model, LOWERED_REPORT, None), str):
         return Report(tuple(ReportRow(*row) for row in json.loads(held)))
     state = state_of(model) if isinstance(model, nn.Module) else None
@@ -230,6 +232,7 @@ def log_values(
 def _logged(
     model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, Tensor]]:
+    model = uncompiled(model)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     values: dict[str, tuple[str, Tensor]] = {}
 

@@ -19,10 +19,12 @@ from torch import Tensor, fx, nn
 from .auto_trace import InterceptedForward
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves, tree_map
+from .copies import uncompiled
 from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, remove_dead
 from .graph_io import Inputs, RestoringCodeGen, Returned
 from .graph_run import GraphRun
+from .guards import without_autocast
 from .report import sqnr
 from .watch import random_state_kept
 from .workflow import token_of
@@ -65,8 +67,10 @@ class Recording:
     decisions: int
 
 
+@without_autocast()
 def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> Recording:
     """What ``rewrite`` does, with what it learned."""
+    quantized = uncompiled(quantized)
     token_of(quantized, "int8", "rewrite")
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     recording = _recorded(quantized, args, kwargs)

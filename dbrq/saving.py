@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .attachment import state_of
+from .copies import uncompiled
 from .errors import LoadError, QuantizationError
 from .lowering.onednn import OneDNNModel
 from .report import LOWERED_REPORT
@@ -34,6 +35,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     Raises:
         QuantizationError: the model is neither.
     """
+    model = uncompiled(model)
     writer = _writer(model)
     unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"  # a failed save leaves the file that was there
     try:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from .auto_trace import InterceptedForward, active, hook_log, untagged
+from .auto_trace import InterceptedForward, active, hook_log, look, untagged
 from .containers import tree_leaves, tree_map
+from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
 from .decompositions import decomposed
 from .errors import ConfigurationError
 from .mappings import (
@@ -61,12 +62,13 @@ def watch(
         opaque: module classes not to look into.
         on_op: called with (op, output) after every op, for logging values.
     """
-    stand_in = _throwaway_copy(model)
-    run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), on_op=on_op)
-    for path, module in stand_in.named_modules():
-        intercept(module, path, run, tuple(opaque))
+    stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
     args, kwargs = copy.deepcopy((args, kwargs))
     with torch.no_grad(), random_state_kept():
+        args, kwargs = as_forward_sees(stand_in, args, kwargs)
+        run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), on_op=on_op)
+        for path, module in stand_in.named_modules():
+            intercept(module, path, run, tuple(opaque))
         run.run(stand_in.__dict__["forward"], args, kwargs)
     return run.record
 
@@ -86,19 +88,6 @@ def intercept(
         intercepted.passes = found[0].role is Role.PASS
     module.__dict__["forward"] = intercepted
     return intercepted
-
-
-def _throwaway_copy(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    try:
-        return copy.deepcopy(model, memo).eval()
-    except Exception as error:
-        raise ConfigurationError(
-            f"the model cannot be deep-copied: {error}",
-            expected="a module that copy.deepcopy takes",
-            got=type(model).__name__,
-            hint="remove what cannot be copied (locks, generators, non-leaf tensors with grad) from its attributes",
-        ) from error
 
 
 @contextlib.contextmanager
@@ -211,6 +200,11 @@ class Watch(TorchFunctionMode):
         raise ConfigurationError(
             "forward calls its modules from another thread", path=intercepted.path, hint="call them from one thread"
         )
+
+    def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
+        """Call a hook that only looks."""
+        with _disabled():
+            look(hook, module, path, args)
 
     def _log(self, message: str, *of: str) -> None:
         if self.observing is not None:

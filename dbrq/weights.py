@@ -26,7 +26,7 @@ def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
     """The parameter or buffer, or the part of it, that ``ref`` means."""
     module = modules[ref.path]
     whole = module._parameters.get(ref.name)
-    whole = module._buffers.get(ref.name) if whole is None else whole
+    whole = getattr(module, ref.name, None) if whole is None else whole  # a buffer, or parametrized
     if whole is None:
         raise QuantizationError(
             "a parameter of the converted model is gone", path=ref.path, expected=str(ref), got="None"

@@ -16,7 +16,16 @@ from torch.nn.parameter import is_lazy
 from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
 from .containers import call_arguments
+from .copies import (
+    bake,
+    copied,
+    run_later_hooks_plainly,
+    run_parametrizations_plainly,
+    uncompile_children,
+    uncompiled,
+)
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
+from .guards import check_ready, freeze, without_autocast
 from .kernels import QParams
 from .mappings import Role
 from .observers import observed
@@ -78,7 +87,7 @@ class QuantizedModelToken(ModelToken):
         observing = Observing(self)
         watch = Watch(self.modules, self, observing, active.log)
         output = watch.run(intercepted, args, kwargs)
-        with _joining:
+        with _joining, torch.inference_mode(False):
             self._join(watch, observing, comparable=not intercepted.module.training)
         self.runs += 1
         return output
@@ -135,6 +144,7 @@ class QuantizedModelToken(ModelToken):
         return self._packed.setdefault(key, {})
 
 
+@without_autocast()
 def prepare(
     model: nn.Module,
     example_inputs: Any = (),
@@ -167,6 +177,7 @@ def prepare(
     >>> type(prepared) is nn.Sequential
     True
     """
+    model = uncompiled(model)
     _check_model(model)
     mapping = as_mapping(qconfig_mapping)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
@@ -175,14 +186,16 @@ def prepare(
         raise ConfigurationError("non_traceable_module_classes takes classes", got=opaque)
     record = watch(model, args, kwargs, opaque)
     record.default_recipe = qconfig_mapping is None
-    target = model if inplace else _copied(model)
+    target = uncompile_children(model if inplace else copied(model))
     modules = dict(target.named_modules(remove_duplicate=False))
     resolver = QConfigResolver(mapping, modules)
     resolver.assign(record)
     token = QuantizedModelToken(record, modules, resolver)
     token.fuse = fuse
-    _attach(target, token, opaque)
-    place(token, {})
+    with torch.inference_mode(False):  # observers are written to wherever the model runs
+        _attach(target, token, opaque)
+        place(token, {})
+    run_later_hooks_plainly(target, token)
     return target
 
 
@@ -209,22 +222,11 @@ def _check_model(model: Any) -> None:
             )
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ConfigurationError(
-            f"the model cannot be deep-copied: {error}",
-            got=type(model).__name__,
-            hint="make it copyable, or pass inplace=True",
-        ) from error
-
-
 def _attach(target: nn.Module, token: QuantizedModelToken, opaque: tuple) -> None:
     """States and intercepted forwards on every module that is seen by itself."""
-    hidden: list[str] = []
+    hidden = run_parametrizations_plainly(target, token)
     for path, module in list(target.named_modules()):
-        if any(path.startswith(h + ".") for h in hidden):
+        if any(f"{path}.".startswith(f"{h}.") for h in hidden):
             continue
         intercepted = intercept(module, path, token, opaque)
         if intercepted is None or intercepted.opaque:
@@ -310,7 +312,7 @@ def calibrate(
     Raises:
         CalibrationError: NaN or infinity in a value to quantize.
     """
-    token_of(prepared, "observe", "calibrate")
+    token_of(uncompiled(prepared), "observe", "calibrate")
     items = data if max_batches is None else itertools.islice(data, max_batches)
     with torch.no_grad():
         for item in _with_progress(items, progress):
@@ -342,6 +344,7 @@ def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
     return state.token
 
 
+@without_autocast()
 def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False) -> nn.Module:
     """Put int8 weights and kernels in place of what was observed.
 
@@ -356,12 +359,17 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
 
     Raises:
         NotCalibratedError: a value to quantize was never observed.
+        ConfigurationError: ``prepared`` is not a prepared model, or was cast to another dtype or moved since.
     """
-    token_of(prepared, "observe", "convert")
-    target = prepared if inplace else copy.deepcopy(prepared)
+    prepared = uncompiled(prepared)
+    check_ready(
+        token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
+    )
+    target = prepared if inplace else copied(prepared)
     token = token_of(target, "observe", "convert")
     _leave_unseen(token)
     qparams = _all_qparams(token)
+    bake(target.eval())
     modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
@@ -383,7 +391,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
         if parameter.is_leaf:  # those of a copied ScriptModule are not
             parameter.requires_grad_(False)
         parameter.grad = None
-    target.eval()
+    freeze(target.eval())
     return target
 
 

@@ -865,7 +865,7 @@ CASES: dict[str, Case] = {
     "child called 0 to n times": Case(CalledTimes, trips(0, 2, 3), served=trips(1, 5, seed=5)),
     "cat of varying number": Case(VaryingCat, trips(1, 3), off=[Off(run(data(seed=9), 2), None)]),
     "random layers": Case(RandomLayers, trips(0, 1, 2, 3), off=[Off(run(data(seed=9), 7), None)]),
-    "halting": Case(Halting, [_steps(0, 2, 3), _steps(2, 0, 1)], served=[_steps(4, 1, 5), _steps(1, 1)]),
+    "halting": Case(Halting, [_steps(0, 2, 3), _steps(3, 2, 0)], served=[_steps(4, 1, 5), _steps(1, 1)]),
     "growing cache": Case(GrowingCache, trips(2, 4), served=trips(1, 3, 6, seed=5)),
     "recurrence": Case(
         Recurrence, [run(data(6, n, D, seed=n)) for n in (3, 5)], served=[run(data(6, n, D, seed=n)) for n in (2, 4, 8)]

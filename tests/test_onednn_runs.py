@@ -96,13 +96,16 @@ def test_expanded_inputs(make, shape):
 
 
 @by_network
-def test_gradients_are_neither_wanted_nor_recorded(make, shape):
+def test_gradients_are_an_error_where_they_are_wanted(make, shape):
     lowered, _, x = network(name_for(shape))
     expected = run(lowered, x)
     got = lowered(x.clone().requires_grad_())
-    assert not got.requires_grad and torch.equal(got, expected)
+    assert torch.equal(got, expected)
+    with pytest.raises(dbrq.QuantizationError, match="no gradient"):
+        got.sum().backward()
     with torch.enable_grad():
-        assert torch.equal(lowered(x), expected)
+        again = lowered(x)
+    assert torch.equal(again, expected) and not again.requires_grad
 
 
 @by_network

@@ -17,9 +17,11 @@ from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
 from ..attachment import state_of
+from ..copies import uncompiled
 from ..errors import ConfigurationError, RewriteError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
+from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record
 from ..workflow import convert, prepare
@@ -33,6 +35,7 @@ VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn")
 
 
+@without_autocast()
 def lower(
     quantized: nn.Module,
     example_inputs: Any = (),
@@ -73,6 +76,7 @@ def lower(
         raise ConfigurationError("there is no such backend", expected=" or ".join(BACKENDS), got=backend)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
+    quantized = uncompiled(quantized)
     if isinstance(quantized, nn.Module) and state_of(quantized) is None:
         float_only = QConfigMapping().set_global(None)  # type: ignore[arg-type]
         prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...errors import ConfigurationError
 from ...graph import leaves, remove_dead, walk
+from ...guards import check_move, without_gradient
 from ...report import LOWERED_REPORT
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
@@ -99,7 +99,8 @@ class OneDNNModel(nn.Module):
             bound.apply_defaults()
             args = bound.args
         result = self.plain(args)
-        return result if self._returned is None else self._returned(result)
+        result = result if self._returned is None else self._returned(result)
+        return without_gradient("", result, args) if torch.is_grad_enabled() else result
 
     def plain(self, args: Sequence[Any]) -> Any:
         """``forward`` for all of the graph's inputs, in order; the result is in plain containers."""
@@ -338,10 +339,7 @@ class OneDNNModel(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> OneDNNModel:
         """Plans hold what the model's tensors were."""
-        if any(fn(t).dtype is not t.dtype or fn(t).device != t.device for t in self.buffers()):
-            raise ConfigurationError(
-                "a lowered model keeps its dtypes and its device", hint="lower again, with dtype=torch.bfloat16 perhaps"
-            )
+        check_move(fn, "", "a lowered model", "lower again, with dtype=torch.bfloat16 perhaps")
         return self
 
     # Copies
