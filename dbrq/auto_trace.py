@@ -156,13 +156,13 @@ class InterceptedForward:
     @border
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own forward."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         """The same, for a module whose ops are its caller's: sites begin with the caller."""
-        return InterceptedForward.original.__wrapped__(self, *args, **kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
@@ -288,6 +288,7 @@ class RunCall(TorchFunctionMode):
 
     # Module I/O hooks
 
+    @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         previous, active.call = active.call, self
         enabled = torch.is_grad_enabled()
@@ -426,34 +427,32 @@ class RunCall(TorchFunctionMode):
         return output
 
     def _pass(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
+        """An op that moves elements: whoever made them made what it gives."""
         subject = args[0] if args else kwargs.get("input")
+        if not isinstance(subject, Tensor) or mutates(func):
+            return self._other(func, args, kwargs)
         if isinstance(subject, Lazy):
             moved = moves.move(func, row, subject, args, kwargs)
             if moved is not None:
                 return moved
-        elif type(subject) is Tensor and TAG in subject.__dict__:
-            output = func(*args, **kwargs)
-            tag = subject.__dict__[TAG]
+        tag = self.tag_of(subject)
+        output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        if tag is not None:
             for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
-                if type(leaf) is Tensor:
-                    leaf.__dict__[TAG] = tag
-            return output
-        elif id(subject) in self.input_tags:
-            output = func(*args, **kwargs)
-            for leaf in tree_leaves(output):
                 if type(leaf) is Tensor and leaf is not subject:
-                    leaf.__dict__[TAG] = self.input_tags[id(subject)]
-            return output
-        return self._other(func, args, kwargs)
+                    leaf.__dict__[TAG] = tag
+        return output
 
     # Argument dequant hooks
 
     def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if not reads_values(func):
             return func(*args, **kwargs)
-        if mutates(func) or "out" in kwargs:
+        if mutates(func) or kwargs.get("out") is not None:
             output = self.run_float(func, args, kwargs, mutates(func))
-            written = kwargs.get("out", args[0] if args else None)
+            written = kwargs.get("out")
+            if written is None and args:
+                written = args[0]
             if type(written) is Tensor:
                 written.__dict__[TAG] = function_name(func)
                 written.__dict__.pop(INT8, None)
@@ -474,13 +473,15 @@ class RunCall(TorchFunctionMode):
 
     def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
         """Say who made a value; some functions return what they were given."""
-        if output.is_floating_point() and TAG not in output.__dict__ and not any(output is a for a in given):
+        if TAG not in output.__dict__ and not any(output is a for a in given):
             unsure = self.strays and any(isinstance(a, Tensor) and self.tag_of(a) == UNSURE for a in given)
             output.__dict__[TAG] = UNSURE if unsure else function_name(func)
 
     def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
         """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
-        target = kwargs.get("out") if "out" in kwargs else args[0] if inplace and args else None
+        target = kwargs.get("out")
+        if target is None and inplace and args:
+            target = args[0]
         if target is not None:
             self.mutations += 1
         if not isinstance(target, Int8Tensor):
@@ -490,6 +491,9 @@ class RunCall(TorchFunctionMode):
         func(*args, **kwargs)
         target.become(value)
         return target
+
+    def computed(self, path: str, name: str, value: Tensor) -> None:
+        """Parametrizations are baked at conversion; those that are left make values like any other."""
 
     def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
         """Call a hook that only looks; it sees float values."""

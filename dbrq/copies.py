@@ -157,17 +157,22 @@ def run_parametrizations_plainly(model: nn.Module, token: Any) -> list[str]:
     for path, module in list(model.named_modules()):
         if parametrize.is_parametrized(module):
             paths.append(f"{path}.parametrizations".lstrip("."))
-            for how in module.parametrizations.values():
-                how.__dict__["forward"] = functools.partial(_forward_plainly, how)
+            for name, how in module.parametrizations.items():
+                how.__dict__["forward"] = functools.partial(_forward_plainly, how, token, path, name)
         for key, hook in module._forward_pre_hooks.items():
             if _old_style(hook) is not None:
                 module._forward_pre_hooks[key] = functools.partial(_plain_hook, hook, token, path)
     return paths
 
 
-def _forward_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_plainly(module: nn.Module, token: Any, path: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    from .auto_trace import active
+
     with _disabled():
-        return type(module).forward(module, *args, **kwargs)
+        value = type(module).forward(module, *args, **kwargs)
+        if active.call is not None and active.call.token is token:
+            active.call.computed(path, name, value)
+        return value
 
 
 # Hooks

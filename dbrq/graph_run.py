@@ -29,7 +29,7 @@ from .plans import EmbeddingPlan, RecurrentPlan
 from .record import Tag
 from .recurrent import recurrent_weights
 from .reference import run_float
-from .sites import user_line
+from .sites import border, user_line
 from .symbols import Traced
 from .tensors import Int8Weight
 from .watch import bind_leaf
@@ -53,6 +53,7 @@ class GraphRun(RunCall):
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
 
+    @border
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run the model; returns its output, whose tensors and numbers the recorder knows."""
         previous, active.call = active.call, self
@@ -174,7 +175,7 @@ class GraphRun(RunCall):
             return self._hooked(hook, func, spelling, args, kwargs)
 
     def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
-        if hook.op.decision.precision == "float" or "out" in kwargs:
+        if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
             return self._tagged(hook, self.recorder.call(func, args, kwargs))
         bound = spelling.bind(args, kwargs)
         inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))

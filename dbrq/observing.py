@@ -35,7 +35,9 @@ class Observing:
     def __init__(self, token: QuantizedModelToken) -> None:
         self.token, self.record, self.union = token, token.record, token.union
         self.stashed: list[tuple[SeenOp, int, Tensor]] = []
+        self.gradient = torch.is_grad_enabled()
         self._seen: set[int] = set()
+        self._ranged: set[int] = set()
         self._held: dict[int, tuple] = {}
 
     def run(
@@ -51,7 +53,7 @@ class Observing:
             if not is_fake_quantize(found):
                 _observed(found, x, op)
                 continue
-            if torch.is_grad_enabled():
+            if self.gradient:
                 refuse_checkpoint(op, Watch.run.__code__)
             value = self._rounded(found, x, op)
             if not inplace:
@@ -59,7 +61,7 @@ class Observing:
                 changed = True
         weight_fake_quant = self.token.weight_fake_quant(op)
         if weight_fake_quant is not None:
-            if torch.is_grad_enabled():
+            if self.gradient:
                 refuse_checkpoint(op, Watch.run.__code__)
             bound[1] = self._fake_weight(op, weight_fake_quant, bound[1])
             changed = True
@@ -108,11 +110,11 @@ class Observing:
 
     def _note_range(self, op: SeenOp, vid: int, x: Tensor) -> None:
         """Another path may show later that a value must be quantized which now lies inside a fusion."""
-        if op.row.role not in _MAY_READ_INT8 or (op, vid) in self.token.observing or vid in self._seen:
+        if op.row.role not in _MAY_READ_INT8 or (op, vid) in self.token.observing or vid in self._ranged:
             return
         if x.dtype is not torch.float32 or not x.numel():
             return
-        self._seen.add(vid)
+        self._ranged.add(vid)
         low, high = map(float, torch.aminmax(x.detach()))
         if math.isfinite(low) and math.isfinite(high):
             known = self.token.ranges.get(vid, (low, high))

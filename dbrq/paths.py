@@ -71,10 +71,10 @@ class Joined:
         self.ops: dict[SeenOp, SeenOp] = {}
         self.new: list[SeenOp] = []
         self.changed = False
-        for key, vid in run.inputs.items():
-            if key not in self.record.inputs:
-                self.record.inputs[key] = self._add(run.values[vid])
-            self.values.setdefault(vid, self.record.inputs[key])
+        for key, vid in run.named.items():
+            if key not in self.record.named:
+                self.record.named[key] = self._add(run.values[vid])
+            self.values.setdefault(vid, self.record.named[key])
         for op in run.ops:
             self._join(op, comparable)
         for vid, value in run.values.items():

@@ -111,7 +111,7 @@ class Plan:
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
-        if self.op.decision.precision == "float" or "out" in kwargs:
+        if self.op.decision.precision == "float" or kwargs.get("out") is not None:
             self._note_origins(call, spelling.bind(args, kwargs))
             return self.float_result(call, call.run_float(func, args, kwargs, spelling.inplace))
         bound = spelling.bind(args, kwargs)

@@ -138,7 +138,7 @@ class AutoQuantizationState(nn.Module):
         """Who made the tensors of argument ``name`` where the module is the outermost of a run: the caller, as when it
         was calibrated so, else who made them inside the model.
         """
-        given = self.token.record.inputs  # type: ignore[attr-defined]
+        given = self.token.record.named  # type: ignore[attr-defined]
         tags: list[Tag] = [given.get((self.path, name, i, t.dtype)) for i, t in enumerate(tensors)]
         inside = self.calls[0].input_tags.get(name, ()) if self.calls else ()
         return [inside[i] if tag is None and i < len(inside) else tag for i, tag in enumerate(tags)]

@@ -277,7 +277,8 @@ class Record:
     Attributes:
         ops: every op that read values, in order of appearance.
         values: value id -> value.
-        inputs: (path of the outermost module, argument, number, dtype) -> id of the value given.
+        named: values that no op made: (path of the outermost module, argument, number, dtype) of what was given, or
+            (module, name, geometry) of a parameter or of a view of one -> value id.
         constants: (op that reads it, position) -> id of a value that no op made.
         calls: module path -> its calls, in order.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching
@@ -288,7 +289,7 @@ class Record:
 
     ops: list[SeenOp] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
-    inputs: dict[tuple[str, str, int, torch.dtype], int] = field(default_factory=dict)
+    named: dict[tuple, int] = field(default_factory=dict)
     constants: dict[tuple[SeenOp, int], int] = field(default_factory=dict)
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)

@@ -7,10 +7,8 @@ and quick: it is compared at every functional op of a converted model.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import types
 from collections.abc import Callable
 from types import CodeType, FrameType
 
@@ -27,13 +25,9 @@ Spot = tuple
 
 
 def border(function: Callable) -> Callable:
-    """A copy of ``function`` for calling the forward of a module, where the chain of a site ends; the function itself
-    is its ``__wrapped__``.
-    """
-    code = function.__code__.replace(co_name=f"{function.__name__} (border)")
-    _kinds[code] = _BORDER
-    made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    return functools.update_wrapper(made, function)
+    """Mark ``function`` as what calls the forward of a module, where the chain of a site ends."""
+    _kinds[function.__code__] = _BORDER
+    return function
 
 
 def _kind(code: CodeType) -> int:

@@ -42,7 +42,7 @@ from .mappings import (
     reads_values,
 )
 from .record import ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
-from .sites import site, user_line
+from .sites import border, site, user_line
 from .tensors import geometry_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def intercept(
     intercepted = InterceptedForward(module, path, token)
     intercepted.opaque = isinstance(module, opaque)
     intercepted.is_torch_leaf = is_torch_leaf(module)
-    found = leaf_row(module)
+    found = None if intercepted.opaque else leaf_row(module)
     if found is not None:
         intercepted.row, intercepted.attributes = found
         intercepted.passes = found[0].role is Role.PASS
@@ -149,6 +149,7 @@ class Watch(TorchFunctionMode):
         self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._occurrences: dict[tuple, int] = defaultdict(int)
         self._modules = modules
+        self._computed: dict[tuple[str, str], Tensor] = {}
         self._parameters = self._find_parameters()
 
     def _find_parameters(self) -> dict[int, tuple[str, str]]:
@@ -165,6 +166,7 @@ class Watch(TorchFunctionMode):
 
     # Runs
 
+    @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module."""
         previous, active.call = active.call, self
@@ -187,8 +189,11 @@ class Watch(TorchFunctionMode):
         if value.is_input:  # given twice
             return
         self._as_input(value)
-        self.record.inputs[name] = value.info.id
-        if self.observing is not None and (known := self.observing.record.inputs.get(name)) is not None:
+        self._name(name, value)
+
+    def _name(self, name: tuple, value: Value) -> None:
+        self.record.named[name] = value.info.id
+        if self.observing is not None and (known := self.observing.record.named.get(name)) is not None:
             self.joined[value.info.id] = known
 
     def _as_input(self, value: Value) -> None:
@@ -306,7 +311,9 @@ class Watch(TorchFunctionMode):
             self.record.read(self.lines, output)
         if row.name in DROPOUTS and not (bound[2] and bound[1]):
             self._same_value(bound[0], output)
-        written = kwargs.get("out") if "out" in kwargs else args[0] if args and mutates(func) else None
+        written = kwargs.get("out")
+        if written is None and args and mutates(func):
+            written = args[0]
         seen = self._see(started, row, name, _spelled(func), args, kwargs, output, bound, self.leaf, written)
         self._keep(seen, stashed)
         return output
@@ -322,7 +329,7 @@ class Watch(TorchFunctionMode):
             return [], original()
         known, edges, unknown = started.known, [], []
         for slot, t in activations(row, bound):
-            if not t.is_floating_point():
+            if not t.is_floating_point() or _storage(t) is None:
                 continue
             vid = self._value(t).info.id
             its = self.joined.get(vid)
@@ -458,6 +465,13 @@ class Watch(TorchFunctionMode):
 
     # Values
 
+    def computed(self, path: str, name: str, value: Tensor) -> None:
+        """``value`` is what a parametrization makes of the parameter ``name`` of a module, in this run."""
+        storage = _storage(value)
+        if storage is not None:
+            self._computed[path, name] = value
+            self._parameters[storage] = (path, name)
+
     def _lookup(self, tensor: Tensor) -> int | None:
         known = self._ids.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
@@ -475,6 +489,8 @@ class Watch(TorchFunctionMode):
         parameter = self._parameters.get(storage) if constant and storage is not None else None
         value = Value(info, producer, parameter=parameter)
         self.record.values[vid] = value
+        if parameter is not None:
+            self._name((*parameter, geometry_of(tensor)), value)
         reference = weakref.ref(tensor)
         self._ids[id(tensor)] = (reference, vid)
         if storage is not None:
@@ -545,8 +561,8 @@ class Watch(TorchFunctionMode):
             return None
         owner = self._modules[key[0]]
         registered = owner._parameters.get(key[1])
-        registered = owner._buffers[key[1]] if registered is None else registered
-        assert registered is not None
+        registered = owner._buffers.get(key[1]) if registered is None else registered
+        registered = self._computed[key] if registered is None else registered
         geometry = geometry_of(tensor)
         if geometry != geometry_of(registered) and not registered.is_contiguous():
             return None

@@ -88,7 +88,8 @@ class QuantizedModelToken(ModelToken):
         watch = Watch(self.modules, self, observing, active.log)
         output = watch.run(intercepted, args, kwargs)
         with _joining, torch.inference_mode(False):
-            self._join(watch, observing, comparable=not intercepted.module.training)
+            if not self._was_cast():  # else nothing can be learnt of it
+                self._join(watch, observing, comparable=not intercepted.module.training)
         self.runs += 1
         return output
 
@@ -100,6 +101,13 @@ class QuantizedModelToken(ModelToken):
                     op.qconfig = self.resolver.resolve(op)
             place(self, {})
         observing.settle(joined.ops, joined.values)
+
+    def _was_cast(self) -> bool:
+        try:
+            check_ready(self.record.hooked(), self.modules)
+        except ConfigurationError:
+            return True
+        return False
 
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""

@@ -71,7 +71,7 @@ def test_a_loaded_recipe_gives_the_calibrated_model_bit_for_bit(model, x, phase,
     assert dbrq.load_recipe(prepared, tmp_path / "recipe.json") is prepared
     again = dbrq.convert(prepared)
     assert torch.equal(run(again, x), run(both.quantized, x))
-    assert dbrq.report(again) == dbrq.report(both.quantized)
+    assert dbrq.report(again).rows == dbrq.report(both.quantized).rows
     for (name, a), (other, b) in zip(again.state_dict().items(), both.quantized.state_dict().items(), strict=True):
         assert name == other and torch.equal(a, b)
 

@@ -367,11 +367,12 @@ def test_an_example_on_another_path_than_prepare_saw():
     float_model = model(lambda m, x: m.last(m.fc(x)) if x.size(1) > 3 else m.last(m.fc(x) + x))
     prepared = dbrq.prepare(float_model, seq())
     run(prepared, seq())
+    x = seq(2, 2)
     with pytest.raises(DeviationError):
-        dbrq.rewrite(dbrq.convert(prepared, strict=True), seq(2, 2))
+        dbrq.rewrite(dbrq.convert(prepared, strict=True), x)
     with pytest.warns(UserWarning, match=r"dbrq: (add|last) runs in float"):
-        graph = dbrq.rewrite(dbrq.convert(prepared), seq(2, 2))
-    assert sqnr(run(float_model, seq(2, 2)), run(graph, seq(2, 2))) > 25
+        graph = dbrq.rewrite(dbrq.convert(prepared), x)
+    assert sqnr(run(float_model, x), run(graph, x)) > 25
 
 
 # What is left alone
