@@ -1,0 +1,77 @@
+"""Model definitions of torchvision, timm and transformers with random weights, for ``zoo.py``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import models  # noqa: F401  declares the compiled ops that importing torchvision, which timm does too, asks for
+import torch
+from peers.worker import call
+from torch import Tensor, nn
+
+#: The batch of each of the three shapes: two to calibrate on, one that only comes at inference.
+BATCHES = (2, 3, 1)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to make one model and its inputs.
+
+    Attributes:
+        library: where the definition comes from.
+        name: unique within the library.
+        make: gives the model, in any mode.
+        item: shape number (0 and 1 to calibrate on, 2 for inference only) -> one call's fresh random arguments: a
+            tensor, a tuple of positional arguments, or a dict of keyword arguments.
+    """
+
+    library: str
+    name: str
+    make: Callable[[], nn.Module]
+    item: Callable[[int], Any]
+
+    def build(self) -> nn.Module:
+        """The model in eval mode, always the same."""
+        torch.manual_seed(0)
+        model = self.make().eval()
+        _settle(model, self.item)
+        return model
+
+
+def images(*sizes: int, channels: int = 3, frames: int = 0) -> Callable[[int], Tensor]:
+    """Square images, or films of ``frames``: one size for each shape number, or one size for all."""
+    inner = (channels, frames) if frames else (channels,)
+
+    def item(number: int) -> Tensor:
+        size = sizes[number % len(sizes)]
+        return torch.randn(BATCHES[number], *inner, size, size)
+
+    return item
+
+
+def every() -> Iterator[Architecture]:
+    """All architectures of the libraries."""
+    from . import of_timm, of_torchvision, of_transformers
+
+    return itertools.chain(of_transformers.every(), of_timm.every(), of_torchvision.every())
+
+
+@torch.no_grad()
+def _settle(model: nn.Module, item: Callable[[int], Any]) -> None:
+    """Batch-norm statistics as after training, and no output that is zero for any input."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        norm.momentum = None  # the average over all passes
+    if norms:
+        for number in (0, 1):
+            call(model, item(number))
+    for norm in norms:
+        norm.eval()
