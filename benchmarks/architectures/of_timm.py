@@ -16,7 +16,7 @@ _GROUPS: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
     # Any size.
     ((64, 96, 72), {}, """
         bat_resnext26ts caformer_s18 convformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cpubone_nano
-        cs3darknet_focus_s csatv2 cspnext_tiny cspresnet50 darknet53 davit_tiny densenet121 dla34 dm_nfnet_f0 dpn48b
+        cs3darknet_focus_s csatv2 cspnext_tiny cspresnet50 darknet53 davit_tiny densenet121 dm_nfnet_f0 dpn48b
         ecaresnet26t edgenext_xx_small efficientvim_m1 efficientvit_b0 ese_vovnet19b_slim_dw fasternet_t0 fastvit_t8
         fbnetc_100 focalnet_tiny_srf gernet_s ghostnet_050 hardcorenas_b hgnetv2_b0 iformer_t inception_next_atto
         lambda_resnet26t lcnet_050 lcnetv2_small legacy_seresnet18 legacy_xception lowformer_b0 mambaout_femto
@@ -28,7 +28,7 @@ _GROUPS: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
     """),
     # Any size that is large enough and a multiple of 32.
     ((96, 128, 160), {}, """
-        dla46x_c hrnet_w18_small inception_resnet_v2 inception_v3 inception_v4 sam2_hiera_tiny
+        dla34 dla46x_c hrnet_w18_small inception_resnet_v2 inception_v3 inception_v4 sam2_hiera_tiny
     """),
     # The size that the model is built for, here a small one.
     ((64,), {"img_size": 64}, """

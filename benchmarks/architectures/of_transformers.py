@@ -281,6 +281,7 @@ def _make(name: str, config: dict[str, Any], kind: str) -> nn.Module:
 
     transformers.logging.set_verbosity_error()
     made = transformers.AutoConfig.for_model(name, **config)
+    made.initializer_range = 0.15  # the usual 0.02 is meant for models a thousand wide
     made.use_cache = False  # a cache is an object of its own class, which no graph returns
     if kind.startswith("Auto"):
         return getattr(transformers, kind).from_config(made)
