@@ -88,7 +88,7 @@ def decibels(expected: Any, got: Any) -> float | None:
 def items(architecture: Architecture) -> tuple[list[Any], Any, Any]:
     """Calibration data of two shapes, a held-out item of the first of them, and one of a third shape."""
     torch.manual_seed(1)
-    calibration = [architecture.item(number) for number in (0, 0, 0, 0, 1, 1)]
+    calibration = [architecture.item(number) for number in (0, 0, 0, 1, 1)]
     return calibration, architecture.item(0), architecture.item(2)
 
 
@@ -167,7 +167,7 @@ def of_pt2e(architecture: Architecture, tell: Tell) -> None:
     """PT2E with the x86 quantizer, not compiled; it calibrates on the first shape, which is the only one it takes."""
     from peers.of_inductor import pt2e
 
-    _peer(architecture, tell, lambda model, calibration: pt2e(architecture.name, model, calibration[:4]))
+    _peer(architecture, tell, lambda model, calibration: pt2e(architecture.name, model, calibration[:3]))
 
 
 def _peer(architecture: Architecture, tell: Tell, make: Callable[[nn.Module, list[Any]], nn.Module]) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import models  # noqa: F401  declares the compiled ops that importing torchvision, which timm does too, asks for
 import torch
+import torch.nn.functional as F
 from peers.worker import call
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 #: The batch of each of the three shapes: two to calibrate on, one that only comes at inference.
 BATCHES = (2, 3, 1)
@@ -79,12 +81,52 @@ def _settle(model: nn.Module, item: Callable[[int], Any]) -> None:
         elif weight.dim() == 1 and not weight.any():  # a norm that begins by switching off its residual branch
             weight.fill_(0.25)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    with _Residuals() as residuals:
+        call(model, item(0))
+    for scale in residuals.found.values():  # at full strength, a deep random network amplifies any rounding beyond use
+        scale.fill_(0.25)
     for norm in norms:
         norm.train()
         norm.reset_running_stats()
         norm.momentum = None  # the average over all passes
-    if norms:
-        for number in (0, 1, 0, 1, 0, 1):
-            call(model, item(number))
+    for number in (0, 1):
+        call(model, _joined([item(number) for _ in range(8)]))
     for norm in norms:
         norm.eval()
+
+
+class _Residuals(TorchFunctionMode):
+    """Finds the batch norms whose result is summed with something else: the ends of residual branches.
+
+    Attributes:
+        found: id -> the scale of such a norm; of a sum of two norms the first one's.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+        self._scales: dict[int, tuple[Tensor, Tensor]] = {}  # id of a result -> scale, and the result, kept alive
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _SUMS:
+            scale = next((self._scales[id(a)][0] for a in args[:2] if id(a) in self._scales), None)
+            if scale is not None:
+                self.found[id(scale)] = scale
+        result = func(*args, **(kwargs or {}))
+        if func is F.batch_norm and isinstance(scale := (kwargs or {}).get("weight", (*args, *[None] * 4)[3]), Tensor):
+            self._scales[id(result)] = scale, result
+        return result
+
+
+_SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+
+
+def _joined(items: list[Any]) -> Any:
+    """Calls' arguments as those of one call with a larger batch; the first one where they are not all tensors."""
+    first = items[0]
+    if isinstance(first, Tensor):
+        return torch.cat(items)
+    if isinstance(first, dict) and all(isinstance(value, Tensor) for value in first.values()):
+        return {name: torch.cat([item[name] for item in items]) for name in first}
+    return first
