@@ -174,7 +174,7 @@ class GraphRun(RunCall):
             return subject
         if isinstance(subject, Int8Weight) and args:
             with torch._C.DisableTorchFunction():  # still a weight, for what multiplies with it
-                part = subject.moved(func, args[1:], kwargs)
+                part = moves.move(func, row, subject, args, kwargs)
             if part is not None:
                 return part
         if known is None or isinstance(subject, Int8Weight):
