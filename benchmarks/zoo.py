@@ -390,7 +390,8 @@ def document(rows: list[dict[str, Any]]) -> str:
         "with both backends and run; output containers as in float. *int8*: share of the multiply-accumulates of "
         "convolutions and linear layers. *Accurate*: SQNR to float on data not calibrated on no worse by 1 dB than the "
         "better of FX graph mode and PT2E, all calibrated on the same data of *one shape*, or 10 dB where neither "
-        "runs. The columns in between are SQNR in dB; *1 % noise* is that of the float model with so much noise on its weights: where it is small, the model amplifies "
+        "runs. The columns in between are SQNR in dB; *1 % noise* is that of the float model with so much noise on its "
+        "weights: where it is small, the model amplifies "
         "any rounding.", "",
         _markdown(summary, head), *details, "",
     ])  # fmt: skip

@@ -25,7 +25,7 @@ from .containers import tree_leaves
 from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
 from .record import ParameterRef, Tag, user_line
-from .spelling import spelled
+from .spelling import TAKE_SIZES, spelled
 from .symbols import Traced, traced, untraced
 from .tensors import Int8Weight, plain
 
@@ -242,6 +242,8 @@ class GraphRecorder:
         """Record ``function(*args, **kwargs)``, run it, and return its result."""
         if getattr(function, "__name__", "").startswith("adaptive_") and len(args) > 1:
             args = (args[0], self._adaptive(args[0], args[1]), *args[2:])
+        if (first := TAKE_SIZES.get(getattr(function, "__name__", ""))) is not None:
+            args, kwargs = (*args[:first], *walk(self._size, tuple(args[first:]))), walk(self._size, kwargs)
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static(function, (*given, *options.values()))
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
@@ -266,6 +268,11 @@ class GraphRecorder:
         if not isinstance(sizes, (list, tuple)):
             return sizes
         return [self.size(x, i - len(sizes)) if size is None else size for i, size in enumerate(sizes)]
+
+    def _size(self, value: Any) -> Any:
+        """A number where a tensor of one integer stands for it, which TorchScript does not take."""
+        is_integer = isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32)
+        return self.number(value, "item") if is_integer else value
 
     def execute(self, function: Callable, args: Sequence[Any], kwargs: dict) -> Any:
         """Run ``function`` on the plain values, without recording."""
