@@ -149,7 +149,7 @@ class GraphRun(RunCall):
             return self._hooked(hook, func, spelling, args, kwargs)
 
     def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
-        if hook.op.decision.precision == "float" or "out" in kwargs:
+        if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
             return self._tagged(hook, self.recorder.call(func, args, kwargs))
         bound = spelling.bind(args, kwargs)
         inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))
