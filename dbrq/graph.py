@@ -8,6 +8,7 @@ tensor: a value made behind the recorder's back would be frozen into the graph, 
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 import re
 import weakref
@@ -63,15 +64,24 @@ class Known:
     is_input: bool = False
 
 
+class Sizes(enum.Enum):
+    """What becomes of the sizes that the code reads."""
+
+    FREE = "numbers that stay free, and so do comparisons of them"
+    COMPARED = "numbers that stay free; comparisons of them are plain bools, which some functions insist on"
+    FIXED = "those of the example"
+
+
 class GraphRecorder:
     """Builds one graph.
 
     Args:
         model: the model that runs; the graph takes its parameters and buffers.
-        symbolic: keep sizes free.
+        sizes: what becomes of sizes.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors in calibration.
 
     Attributes:
+        symbolic: whether sizes are free.
         graph: the graph so far.
         root: a tree of modules that holds the graph's tensors under the paths they had in the model.
         path: path of the module that runs.
@@ -79,8 +89,9 @@ class GraphRecorder:
         decisions: what the graph asserts, in words; ``value_decisions`` of them read elements of tensors.
     """
 
-    def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[tuple[str, int], set]) -> None:
-        self.model, self.symbolic, self.numbers = model, symbolic, numbers
+    def __init__(self, model: nn.Module, sizes: Sizes, numbers: Mapping[tuple[str, int], set]) -> None:
+        self.model, self.sizes, self.numbers = model, sizes, numbers
+        self.symbolic = sizes is not Sizes.FIXED
         self.graph, self.root = fx.Graph(), nn.Module()
         self.path = ""
         self.op: str | None = None
@@ -363,7 +374,8 @@ class GraphRecorder:
             node = self.graph.call_function(function, nodes)
             self._describe(node)
             self._scalars[key] = traced(result, node, self)
-        return self._scalars[key]
+        found = self._scalars[key]
+        return found.decided() if self.sizes is Sizes.COMPARED and isinstance(result, bool) else found
 
     def size(self, tensor: Tensor, dim: int) -> Any:
         """One size of a tensor, free unless it depends on no input."""

@@ -20,7 +20,7 @@ from .auto_trace import InterceptedForward
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves, tree_map
 from .errors import QuantizationError, RewriteError, SeveralPathsError
-from .graph import GraphRecorder, remove_dead
+from .graph import GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, RestoringCodeGen, Returned
 from .graph_run import GraphRun
 from .report import sqnr
@@ -108,12 +108,14 @@ def _is_float(leaf: Any) -> bool:
 
 def _recorded(quantized: nn.Module, args: tuple, kwargs: dict) -> Recording:
     try:
-        return _free_of_values(quantized, args, kwargs, symbolic=True)
+        return _free_of_values(quantized, args, kwargs, Sizes.FREE)
     except QuantizationError:
         raise
-    except Exception as error:  # some code wants sizes to be ints and nothing like them
+    except Exception as error:  # some code wants truth values or sizes to be bools or ints and nothing like them
+        with contextlib.suppress(Exception):
+            return _free_of_values(quantized, args, kwargs, Sizes.COMPARED)
         try:
-            recording = _free_of_values(quantized, args, kwargs, symbolic=False)
+            recording = _free_of_values(quantized, args, kwargs, Sizes.FIXED)
         except QuantizationError:
             raise
         except Exception:
@@ -126,16 +128,16 @@ def _recorded(quantized: nn.Module, args: tuple, kwargs: dict) -> Recording:
         return recording
 
 
-def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
+def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Sizes) -> Recording:
     """A graph that depends on no values, if the code has such a path for those who capture it."""
     recording = None
     try:
-        recording = _record(quantized, args, kwargs, symbolic)
+        recording = _record(quantized, args, kwargs, sizes)
     except SeveralPathsError as error:
         failed = error
     if recording is None or recording.decisions:
         with contextlib.suppress(Exception), capturing():
-            other = _record(quantized, args, kwargs, symbolic)
+            other = _record(quantized, args, kwargs, sizes)
             if recording is None or other.decisions < recording.decisions:
                 return other
     if recording is None:
@@ -143,12 +145,12 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: b
     return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, symbolic: bool) -> Recording:
+def _record(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Sizes) -> Recording:
     with torch.inference_mode(False):
         model = copy.deepcopy(quantized)  # the run may leave traces in it
         args, kwargs = _owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
-    recorder = GraphRecorder(model, symbolic, intercepted.token.record.numbers)  # type: ignore[attr-defined]
+    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, args, kwargs)
     with torch.inference_mode(False):

@@ -164,6 +164,9 @@ SIZES = {
     "returned": lambda m, x: (m.fc(x), x.size(1), x.size(0) * 2.5),
     "shape returned": lambda m, x: (m.fc(x), x.shape),
     "max(n, 2)": lambda m, x: m.last(m.fc(x)[:, : max(x.size(1), 2)]),
+    "comparison as a flag": lambda m, x: m.last(
+        F.scaled_dot_product_attention(*[m.fc(x)[:, None]] * 3, is_causal=x.size(1) > 1)[:, 0]
+    ),
 }
 IMAGE_SIZES = {
     "interpolate(2h, 2w)": lambda m, x: m.head(F.interpolate(m.conv(x), size=(2 * x.size(2), 2 * x.size(3)))),
