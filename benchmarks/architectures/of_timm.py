@@ -15,11 +15,11 @@ from . import Architecture, images
 _GROUPS: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
     # Any size.
     ((64, 96, 72), {}, """
-        bat_resnext26ts caformer_s18 convformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cpubone_nano
+        caformer_s18 convformer_s18 convmixer_768_32 convnext_atto convnextv2_atto cpubone_nano
         cs3darknet_focus_s csatv2 cspnext_tiny cspresnet50 darknet53 davit_tiny densenet121 dm_nfnet_f0 dpn48b
         ecaresnet26t edgenext_xx_small efficientvim_m1 efficientvit_b0 ese_vovnet19b_slim_dw fasternet_t0 fastvit_t8
         fbnetc_100 focalnet_tiny_srf gernet_s ghostnet_050 hardcorenas_b hgnetv2_b0 iformer_t inception_next_atto
-        lambda_resnet26t lcnet_050 lcnetv2_small legacy_seresnet18 legacy_xception lowformer_b0 mambaout_femto
+        lcnet_050 lcnetv2_small legacy_seresnet18 legacy_xception lowformer_b0 mambaout_femto
         mixnet_s mnasnet_small mobilenetv2_035 mobilenetv3_small_050 mobilenetv4_conv_small mobilenetv4_hybrid_medium
         mobilenetv5_base mobileone_s0 nasnetalarge nextvit_small nf_regnet_b0 nf_resnet26 pnasnet5large poolformer_s12
         poolformerv2_s12 pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvgg_a0 res2next50 resnest14d resnet10t
@@ -44,7 +44,7 @@ _GROUPS: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
     # The size that the model is built for, which cannot be made smaller.
     ((224,), {}, "deepseek_vit_412m efficientformer_l1"),
     ((240,), {}, "crossvit_tiny_240"),
-    ((256,), {}, "halonet_h1 botnet26t_256"),
+    ((256,), {}, "bat_resnext26ts botnet26t_256 halonet_h1 lambda_resnet26t"),
 ]  # fmt: skip
 
 

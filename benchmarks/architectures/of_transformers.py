@@ -106,7 +106,7 @@ _MODELS: dict[str, tuple[Callable[[int], Any], dict[str, Any]] | tuple[Callable[
     "deberta-v2": (_text, dict(_TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16)),
     "mpnet": (_text, _TEXT),
     "funnel": (_text, dict(vocab_size=_VOCABULARY, block_sizes=[1, 1], block_repeats=[1, 1], num_decoder_layers=1,
-                           d_model=32, n_head=4, d_head=8, d_inner=64)),
+                           d_model=32, n_head=4, d_head=8, d_inner=64), "FunnelModel"),
     "longformer": (_text, dict(_TEXT, attention_window=8)),
     "big_bird": (_text, dict(_TEXT, attention_type="original_full")),
     "roformer": (_text, _TEXT),
