@@ -39,7 +39,7 @@ _GROUPS: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
         qwen3_vit_88m repvit_m1 resmlp_12_224 samvit_base_patch16_224 sequencer2d_s swiftformer_xs
         swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 swinv2_tiny_window16_256 tnt_s_legacy_patch16_224
         twins_svt_small visformer_tiny vit_relpos_small_patch16_224 vit_tiny_patch16_224
-        vit_tiny_patch16_rope_reg1_gap_256 vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 xcit_nano_12_p8_224
+        vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 xcit_nano_12_p8_224
     """),
     # The size that the model is built for, which cannot be made smaller.
     ((224,), {}, "deepseek_vit_412m efficientformer_l1"),
