@@ -122,7 +122,13 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, (nn.Parameter, Int8Weight)) and len(value.size()) == 2
+    """Whether a matrix is a parameter or, as in ``x @ self.weight.T``, a view of a parameter that is a matrix."""
+    if not isinstance(value, Tensor) or len(value.size()) != 2:
+        return False
+    if isinstance(value, (nn.Parameter, Int8Weight)):
+        return True
+    base = value._base
+    return isinstance(base, nn.Parameter) and len(base.size()) == 2
 
 
 def _linear_of_addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:

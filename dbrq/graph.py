@@ -8,6 +8,7 @@ tensor: a value made behind the recorder's back would be frozen into the graph, 
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 import re
 import weakref
@@ -26,7 +27,7 @@ from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
 from .record import ParameterRef, Tag
 from .sites import user_line
-from .spelling import spelled
+from .spelling import TAKE_SIZES, spelled
 from .symbols import Traced, traced, untraced
 from .tensors import Int8Weight, plain
 
@@ -64,15 +65,24 @@ class Known:
     is_input: bool = False
 
 
+class Sizes(enum.Enum):
+    """What becomes of the sizes that the code reads."""
+
+    FREE = "numbers that stay free, and so do comparisons of them"
+    COMPARED = "numbers that stay free; comparisons of them are plain bools, which some functions insist on"
+    FIXED = "those of the example"
+
+
 class GraphRecorder:
     """Builds one graph.
 
     Args:
         model: the model that runs; the graph takes its parameters and buffers.
-        symbolic: keep sizes free.
+        sizes: what becomes of sizes.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors in calibration.
 
     Attributes:
+        symbolic: whether sizes are free.
         graph: the graph so far.
         root: a tree of modules that holds the graph's tensors under the paths they had in the model.
         path: path of the module that runs.
@@ -80,8 +90,9 @@ class GraphRecorder:
         decisions: what the graph asserts, in words; ``value_decisions`` of them read elements of tensors.
     """
 
-    def __init__(self, model: nn.Module, symbolic: bool, numbers: Mapping[tuple[str, int], set]) -> None:
-        self.model, self.symbolic, self.numbers = model, symbolic, numbers
+    def __init__(self, model: nn.Module, sizes: Sizes, numbers: Mapping[tuple[str, int], set]) -> None:
+        self.model, self.sizes, self.numbers = model, sizes, numbers
+        self.symbolic = sizes is not Sizes.FIXED
         self.graph, self.root = fx.Graph(), nn.Module()
         self.path = ""
         self.op: str | None = None
@@ -243,6 +254,8 @@ class GraphRecorder:
         """Record ``function(*args, **kwargs)``, run it, and return its result."""
         if getattr(function, "__name__", "").startswith("adaptive_") and len(args) > 1:
             args = (args[0], self._adaptive(args[0], args[1]), *args[2:])
+        if (first := TAKE_SIZES.get(getattr(function, "__name__", ""))) is not None:
+            args, kwargs = (*args[:first], *walk(self._size, tuple(args[first:]))), walk(self._size, kwargs)
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static(function, (*given, *options.values()))
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
@@ -267,6 +280,11 @@ class GraphRecorder:
         if not isinstance(sizes, (list, tuple)):
             return sizes
         return [self.size(x, i - len(sizes)) if size is None else size for i, size in enumerate(sizes)]
+
+    def _size(self, value: Any) -> Any:
+        """A number where a tensor of one integer stands for it, which TorchScript does not take."""
+        is_integer = isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32)
+        return self.number(value, "item") if is_integer else value
 
     def execute(self, function: Callable, args: Sequence[Any], kwargs: dict) -> Any:
         """Run ``function`` on the plain values, without recording."""
@@ -357,7 +375,8 @@ class GraphRecorder:
             node = self.graph.call_function(function, nodes)
             self._describe(node)
             self._scalars[key] = traced(result, node, self)
-        return self._scalars[key]
+        found = self._scalars[key]
+        return found.decided() if self.sizes is Sizes.COMPARED and isinstance(result, bool) else found
 
     def size(self, tensor: Tensor, dim: int) -> Any:
         """One size of a tensor, free unless it depends on no input."""

@@ -198,9 +198,12 @@ class GraphRun(RunCall):
         bound = FUNCTIONS[func].bind(args, kwargs)
         if row.name in moves.DROPOUTS and not (bound[2] and bound[1]):
             return subject
-        if isinstance(subject, Int8Weight) and (part := moves.move(func, row, subject, args, kwargs)) is not None:
-            return part
-        if known is None:
+        if isinstance(subject, Int8Weight) and args:
+            with torch._C.DisableTorchFunction():  # still a weight, for what multiplies with it
+                part = moves.move(func, row, subject, args, kwargs)
+            if part is not None:
+                return part
+        if known is None or isinstance(subject, Int8Weight):
             return self.recorder.call(func, args, kwargs)
         if known.qparams is None or not moves.keeps_qparams(func, row, args, kwargs):
             output = self.recorder.call(func, args, kwargs)

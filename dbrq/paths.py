@@ -37,16 +37,16 @@ class Union:
     def add(self, op: SeenOp) -> None:
         """A new op of the record."""
         moved = tuple(info.id for info in op.inputs) if op.row.role is Role.PASS else None
-        self._known[op.owner, op.call, op.place, op.nth, moved] = op
+        self._known[op.owner, op.call, op.place, op.nth, op.hooked, moved] = op
         name = ("module", op.module) if op.module is not None else (op.owner, op.op)
         op.occurrence = self._named[name]
         self._named[name] += 1
 
     def find(
-        self, owner: str, call: int, place: Place, nth: int, moved: tuple[int | None, ...] | None
+        self, owner: str, call: int, place: Place, nth: int, hooked: bool, moved: tuple[int | None, ...] | None
     ) -> SeenOp | None:
         """The op at that place; ``moved``: what it moves, for ops that do (moves of two values are two ops)."""
-        return self._known.get((owner, call, place, nth, moved))
+        return self._known.get((owner, call, place, nth, hooked, moved))
 
 
 class Joined:
@@ -87,7 +87,7 @@ class Joined:
 
     def _join(self, op: SeenOp, comparable: bool) -> None:
         moved = tuple(self.values.get(info.id) for info in op.inputs) if op.row.role is Role.PASS else None
-        known = self.union.find(op.owner, op.call, op.place, op.nth, moved)
+        known = self.union.find(op.owner, op.call, op.place, op.nth, op.hooked, moved)
         subject = known if known is not None else op
         for position, info in enumerate(op.inputs):
             if info.id not in self.values:

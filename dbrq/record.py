@@ -148,7 +148,7 @@ class SeenOp:
         owner: path of the module whose forward ran it.
         call: which call of the owner in the run.
         place: where in the owner's code.
-        nth: how often the same place came before in that call.
+        nth: how often the same place came before in that call, with a hook or without.
         hooked: whether it has an op hook.
         module: path of the leaf module, None for functions.
         occurrence: its number among the ops of that leaf module, or of that name in the owner.

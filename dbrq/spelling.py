@@ -47,6 +47,14 @@ _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "genera
 _ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim"}
 _TO_DTYPE = {"bool": torch.bool, "bfloat16": torch.bfloat16}
 
+#: Functions that take sizes, which may be tensors of one integer where Python's numbers are meant -> the first of those
+#: arguments.
+TAKE_SIZES = {
+    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn", "arange"), 0),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape", "expand", "repeat",
+                     "broadcast_to", "as_strided", "pad"), 1),
+}  # fmt: skip
+
 Spelled = tuple[str, Any, list, dict]
 """Kind of node, target, positional arguments, keyword arguments."""
 
@@ -78,6 +86,9 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
         given = [given[0], list(given[1:])]
     if name in _VARIADIC and given and isinstance(given[0], Tensor):
         given = [list(given)]
+    if function is torch.tensor and given and isinstance(given[0], (list, tuple)) and _is_empty(given[0]):
+        # An empty list is one of tensors to TorchScript.
+        return "call_function", torch.zeros, [list(torch.tensor(given[0]).shape)], options
     if name.startswith("avg_pool"):
         given, options = _with_stride(given, options)
     return "call_function", function, *_with_floats(function, given, options)
@@ -88,7 +99,24 @@ def _operator(target: Callable, reflected: bool, given: list) -> Spelled:
         given = given[::-1]
     if target is operator.getitem and given[1] is Ellipsis:
         given = [given[0], (Ellipsis,)]
+    if target is operator.getitem and isinstance(given[0], Tensor) and isinstance(given[1], tuple):
+        given = [given[0], _without_ellipsis(given[0].dim(), given[1])]
     return "call_function", target, given, {}
+
+
+def _without_ellipsis(dims: int, index: tuple) -> tuple:
+    """An index with ``...`` written out beside a list or tensor, where TorchScript does not take it."""
+    place = next((i for i, item in enumerate(index) if item is Ellipsis), None)
+    if place is None or not any(isinstance(item, (list, Tensor)) for item in index):
+        return index
+    taken = sum(item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+                for item in index if item is not None and item is not Ellipsis)  # fmt: skip
+    return (*index[:place], *[slice(None)] * (dims - taken), *index[place + 1 :])
+
+
+def _is_empty(data: Sequence[Any]) -> bool:
+    """Whether nested lists hold no number."""
+    return all(isinstance(item, (list, tuple)) and _is_empty(item) for item in data)
 
 
 def _with_stride(given: list, options: dict) -> tuple[list, dict]:

@@ -106,7 +106,7 @@ class _Frame:
 
     def __init__(self, path: str, call: SeenCall | None, number: int) -> None:
         self.path, self.call, self.number = path, call, number
-        self.counts: Counter[Place] = Counter()
+        self.counts: Counter[tuple[Place, bool]] = Counter()
 
 
 @dataclass
@@ -364,12 +364,12 @@ class Watch(TorchFunctionMode):
             weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
         whole = is_module or (module is not None and module.opaque)
         place = Place(op, site(), module.path if whole else None, weight)  # type: ignore[union-attr]
-        nth = frame.counts[place]
-        frame.counts[place] += 1
+        nth = frame.counts[place, hooked]  # a converted model counts hooked ops only
+        frame.counts[place, hooked] += 1
         started = _Started(place, nth, hooked, inputs, None)
         if self.observing is not None:
             moved = tuple(self.joined.get(i.id) for i in inputs) if row.role is Role.PASS else None
-            started.known = self.observing.union.find(frame.path, frame.number, place, nth, moved)
+            started.known = self.observing.union.find(frame.path, frame.number, place, nth, hooked, moved)
         return started
 
     def _infos(self, tree: Any) -> tuple[TensorInfo, ...]:

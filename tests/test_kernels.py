@@ -21,6 +21,7 @@ from dbrq.kernels import (
     quantize,
     requantize,
 )
+from dbrq.kernels.script import Conv, ConvSum
 
 OUT = QParams(0.1, 100)
 CONVS = [  # in, out, kernel, size, groups, padding, stride, dimensions
@@ -31,7 +32,9 @@ CONVS = [  # in, out, kernel, size, groups, padding, stride, dimensions
     (8, 16, 1, 9, 1, 0, 1, 2),
     (96, 576, 1, 14, 1, 0, 1, 2),
     (8, 1, 3, 1, 1, 1, 1, 2),
-]
+    *((c, 16, k, size, 1, padding, k, n) for c, k, size, padding, n in (  # image as wide as kernel and stride
+        (16, 8, 8, 0, 2), (32, 4, 4, 0, 2), (16, 8, 6, 1, 2), (16, 64, 64, 0, 1), (32, 4, 4, 0, 3), (16, 8, 16, 0, 2))),
+]  # fmt: skip
 
 
 def packed(inner, out, k, groups, padding, stride, n):
@@ -40,6 +43,22 @@ def packed(inner, out, k, groups, padding, stride, n):
     scale, bias = torch.rand(out) * 0.01 + 1e-3, torch.randn(out)
     conv = PackedConv(weight, scale, bias, [stride] * n, [padding] * n, [1] * n, groups)
     return conv, weight.float() * scale.view(-1, *[1] * (n + 1)), bias
+
+
+@pytest.mark.parametrize("size", [8, 16, 12])
+@pytest.mark.parametrize("summed", [False, True], ids=["", "sum"])
+def test_scripted_convolution_of_an_image_as_wide_as_kernel_and_stride(summed, size):
+    weight, scale = torch.randint(-63, 63, (16, 16, 8, 8), dtype=torch.int8), torch.rand(16) * 0.01 + 1e-3
+    q, qparams = torch.randint(0, 255, (2, 16, size, size), dtype=torch.uint8), QParams(0.02, 117)
+    arguments = (weight, scale, torch.randn(16), (8, 8), (0, 0), (1, 1), 1, qparams, None, (2, 16, 8, 8))
+    expected = F.conv2d(dequantize(q, qparams), weight * scale.view(-1, 1, 1, 1), arguments[2], 8)
+    if summed:
+        other = torch.randn_like(expected)
+        got = torch.jit.script(ConvSum(*arguments, other=None, owned=False))(q, other)
+        expected = expected + other
+    else:
+        got = torch.jit.script(Conv(*arguments))(q)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("zero_point", [0, 117])

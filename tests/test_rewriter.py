@@ -164,6 +164,9 @@ SIZES = {
     "returned": lambda m, x: (m.fc(x), x.size(1), x.size(0) * 2.5),
     "shape returned": lambda m, x: (m.fc(x), x.shape),
     "max(n, 2)": lambda m, x: m.last(m.fc(x)[:, : max(x.size(1), 2)]),
+    "comparison as a flag": lambda m, x: m.last(
+        F.scaled_dot_product_attention(*[m.fc(x)[:, None]] * 3, is_causal=x.size(1) > 1)[:, 0]
+    ),
 }
 IMAGE_SIZES = {
     "interpolate(2h, 2w)": lambda m, x: m.head(F.interpolate(m.conv(x), size=(2 * x.size(2), 2 * x.size(3)))),
@@ -536,3 +539,23 @@ def test_two_calls_do_not_share_their_containers():
     a, b = g(seq()), g(seq(3))
     assert a is not b and len(a.a) == 2 and len(b.a) == 3
     assert torch.equal(copy.deepcopy(g)(POSITIVE).a, g(POSITIVE).a)
+
+
+@pytest.mark.parametrize("chaotic", [False, True])
+def test_a_disagreement_of_graph_and_model_raises_unless_the_model_disagrees_with_itself(chaotic, monkeypatch):
+    def forward(m, x):
+        x = m.fc(x)
+        for _ in range(24 if chaotic else 0):
+            x = torch.sin(9 * x)
+        return x
+
+    example = seq()
+    quantized = dbrq.quantize(model(forward), [example])
+    calls = []
+    monkeypatch.setattr(dbrq.rewriter, "sqnr", lambda a, b: 0.0 if not calls and not calls.append(1) else sqnr(a, b))
+    if chaotic:
+        with pytest.warns(UserWarning, match="as little with itself"):
+            dbrq.rewrite(quantized, example)
+    else:
+        with pytest.raises(dbrq.QuantizationError, match="does not give what the model gives"):
+            dbrq.rewrite(quantized, example)

@@ -238,6 +238,7 @@ WITH_ARGUMENTS = {
     "pad, value": lambda x: F.pad(x, (1, 2, 0, 1), value=0.7),
     "pad, reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "index, list after dots": lambda x: x[..., [1, -1], :][:, ..., torch.tensor([0, 2])],
     "index": lambda x: x[:, torch.tensor([0, 2, 4]), 1:, ::2],
     "to": lambda x: x.to(torch.float32).float().type_as(x),
     "float64 and back": lambda x: x.double().float(),
@@ -248,6 +249,9 @@ WITH_ARGUMENTS = {
     "norm": lambda x: x / x.norm(dim=1, keepdim=True).clamp_min(1e-3),
     "cumsum": lambda x: x.cumsum(2).flip(3),
     "split by sizes": lambda x: torch.cat(torch.split(x, [3, 5], dim=1)[::-1], 1),
+    "sizes that are tensors": lambda x: x.new_ones(x.argmax() * 0 + 2, torch.tensor(3)).sum() + x,
+    "pad by tensors": lambda x: F.pad(x, (torch.tensor(1), x.argmax() * 0)),
+    "empty lists": lambda x: torch.cat([torch.tensor([]), x.flatten(), torch.tensor([[], []]).sum(0)]).view_as(x),
     "two results": lambda x: x.max(1, keepdim=True).values + x,
 }
 

@@ -206,6 +206,28 @@ def test_linear_with_a_pure_view_counts_as_the_parameter(shape, fn):
 
 @by_name(
     {
+        "x @ w": ((16, 24), lambda m, x: x @ m.weight),
+        "x @ w.T": ((24, 16), lambda m, x: x @ m.weight.T),
+        "matmul, w.t()": ((24, 16), lambda m, x: torch.matmul(x, m.weight.t())),
+        "mm, rows": ((32, 24), lambda m, x: torch.mm(x, m.weight[16:])),
+        "addmm, w.T": ((24, 16), lambda m, x: torch.addmm(m.bias, x, m.weight.T)),
+    },
+    "shape, fn",
+)
+def test_product_with_a_parameter_or_its_view_is_a_linear_layer(shape, fn):
+    model, x = Call(fn, weight=torch.randn(shape) * 0.2, bias=torch.randn(24)), torch.randn(5, 16)
+    converted = convert(model, x).quantized
+    assert_precision(converted, "linear", "int8", 1)
+    expected = run(converted, x)
+    assert sqnr(run(model, x), expected) > 30
+    for backend in ("torchscript", "onednn"):
+        torch.testing.assert_close(run(dbrq.lower(converted, x, backend=backend), x), expected, rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        torch.testing.assert_close(converted(x), expected)
+
+
+@by_name(
+    {
         "scaled": lambda m, x: F.linear(x, m.weight * 0.5),
         "masked": lambda m, x: F.linear(x, m.weight.masked_fill(m.weight < 0, 0.0)),
         "copied rows": lambda m, x: F.linear(x, torch.cat([m.weight, m.weight])),

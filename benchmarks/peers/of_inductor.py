@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from dbrq.containers import call_arguments
 
 from .worker import call
 
@@ -28,7 +30,7 @@ def pt2e(name: str, model: nn.Module, calibration: list[Any], dynamic_shapes: An
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as xiq
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    args, kwargs = ((item,), {}) if isinstance(item, Tensor) else ((), dict(item))
+    args, kwargs = call_arguments(item)
     strict = name.startswith(("resnet", "mobilenet"))
     exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict).module()
     quantizer = xiq.X86InductorQuantizer().set_global(xiq.get_default_x86_inductor_quantization_config())

@@ -35,7 +35,9 @@ def batched(item: Any, batch: int) -> Any:
 
 
 def call(model: Callable, item: Any) -> Any:
-    return model(item) if isinstance(item, Tensor) else model(**item)
+    if isinstance(item, Tensor):
+        return model(item)
+    return model(*item) if isinstance(item, tuple) else model(**item)
 
 
 def first(output: Any) -> Tensor:

@@ -146,6 +146,16 @@ def _pad_zero_point(q: Tensor, pads: Sequence[int], zero_point: int) -> Tensor:
     return out
 
 
+def safe_stride(stride: Sequence[int], kernel: Sequence[int], padding: Sequence[int], width: int) -> list[int]:
+    """The stride to ask for: 1 along a width that holds one step of the kernel, where any stride gives the same.
+
+    oneDNN's brgemm convolution (3.12, AVX512-VNNI) gives wrong results where an unpadded image is as wide as the kernel
+    and the stride, as in ``Conv2d(16, 16, 8, stride=8)`` on 8x8.
+    """
+    one_step = width == kernel[-1] and not padding[-1]
+    return [*stride[:-1], 1] if one_step else list(stride)
+
+
 class PackedConv:
     """An int8 convolution, ready to run: conv1d, conv2d or conv3d by the rank of ``weight``.
 
@@ -223,10 +233,11 @@ class PackedConv:
         if q.shape not in self._shapes:
             self.output_shape(q.shape)
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
+        stride = safe_stride(self.stride, self.kernel, padding, q.shape[-1])
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
         result = _qconv(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, bias,
-            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            stride, padding, self.dilation, self.groups, scale, zero, dtype,
             post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
@@ -245,7 +256,8 @@ class PackedConv:
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
         arguments = (
             qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias,
-            self.stride, self.padding, self.dilation, self.groups, scale, zero, dtype,
+            safe_stride(self.stride, self.kernel, self.padding, shape[-1]), self.padding, self.dilation, self.groups,
+            scale, zero, dtype,
             post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
 
@@ -268,7 +280,8 @@ class PackedConv:
         bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
         before = (qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points)
         after = (
-            bias, self.stride, self.padding, self.dilation, self.groups, out.scale, out.zero_point, torch.uint8,
+            bias, safe_stride(self.stride, self.kernel, self.padding, shape[-1]), self.padding, self.dilation,
+            self.groups, out.scale, out.zero_point, torch.uint8,
             accumulated.scale, accumulated.zero_point, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
 
@@ -306,11 +319,12 @@ class PackedConv:
             raise _bad("conv + sum", f"an accumulator of {dtype} {tuple(shape)}", accumulator)
         accumulator = accumulator.contiguous(memory_format=torch.channels_last)
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
+        stride = safe_stride(self.stride, self.kernel, padding, q.shape[-1])
         scale, zero = (1.0, 0) if out is None else (out.scale, out.zero_point)
         acc_scale, acc_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
         result = _qconv_sum(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, accumulator, bias,
-            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            stride, padding, self.dilation, self.groups, scale, zero, dtype,
             acc_scale, acc_zero, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
@@ -338,8 +352,9 @@ class PackedConv:
         key = (*padding, *shape)
         packed = self._packed.get(key)
         if packed is None:
+            stride = safe_stride(self.stride, self.kernel, padding, shape[-1])
             packed = torch.ops.onednn.qconv_prepack(
-                self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, list(shape)
+                self.weight, self.scale, 1.0, 0, stride, padding, self.dilation, self.groups, list(shape)
             )
             layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
             packed = self._layouts.setdefault(layout, packed)

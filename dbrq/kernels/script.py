@@ -15,7 +15,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams
+from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams, safe_stride
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -232,6 +232,8 @@ class Conv(_Kernel):
         "ndim",
         "least",
         "pads_by_hand",
+        "one_step",
+        "has_one_step",
     ]
 
     def __init__(
@@ -253,6 +255,9 @@ class Conv(_Kernel):
         least = [max(1, d * (k - 1) + 1 - 2 * p) for d, k, p in zip(dilation, self.kernel, padding, strict=True)]
         self.least = tuple([*least, 1, 1][:3])
         self.shape = (*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], self.hand_padding, strict=True)))
+        # For images as wide as the kernel: see ``safe_stride``.
+        self.one_step = tuple(safe_stride(self.stride, self.kernel, self.padding, self.kernel[-1]))
+        self.has_one_step = self.one_step != self.stride
         self.packed = self.pack()
 
     def takes_image(self) -> None:
@@ -266,8 +271,9 @@ class Conv(_Kernel):
         self.packed = self.pack()
 
     def pack(self) -> Tensor:
+        stride = self.one_step if self.shape[-1] == self.kernel[-1] else self.stride
         return torch.ops.onednn.qconv_prepack(
-            self.weight, self.scale, 1.0, 0, self.stride, self.padding, self.dilation, self.groups, self.shape
+            self.weight, self.scale, 1.0, 0, stride, self.padding, self.dilation, self.groups, self.shape
         )
 
     def prepared(self, q: Tensor) -> Tensor:
@@ -311,9 +317,11 @@ class Conv(_Kernel):
         if self.arguments > 1:
             arguments.append(self.second)
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
+        q = self.prepared(q)
+        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
         result = torch.ops.onednn.qconv_pointwise(
-            self.prepared(q), self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points,
-            self.bias, self.stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points,
+            self.bias, stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
             dtype, self.post_op, arguments, self.algorithm,
         )  # fmt: skip
         return result if self.top == 255 else result.clamp_(0, self.top)
@@ -339,6 +347,7 @@ class ConvSum(Conv):
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
         q = self.prepared(q)
+        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
         height = (q.size(2) + self.room[0]) // self.stride[0] + 1
         width = (q.size(3) + self.room[1]) // self.stride[1] + 1
         if list(other.size()) != [
@@ -354,16 +363,16 @@ class ConvSum(Conv):
             accumulator = other.clone(memory_format=torch.channels_last)
         result = torch.ops.onednn.qconv2d_pointwise(
             q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, accumulator,
-            self.bias, self.stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
+            self.bias, stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
             dtype, self.other_scale, self.other_zero_point, "sum", 1.0, self.post_op, [], "",
         )  # fmt: skip
         return result if self.top == 255 else result.clamp_(0, self.top)
 
     def separately(self, q: Tensor, other: Tensor) -> Tensor:
         """The same in two steps; ``q`` is prepared."""
+        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
         result = torch.ops.onednn.qconv_pointwise(
-            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias,
-            self.stride,
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias, stride,
             self.padding, self.dilation, self.groups, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return self.summed(result, other, self.other_scale, self.other_zero_point)
