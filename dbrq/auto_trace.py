@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 hook_log = logging.getLogger("dbrq.hooks")
 TAG = "_dbrq_tag"
+#: What a lowered part returns where it cannot run.
+NOT_RUN = object()
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
 _NO_KWARGS: dict[str, Any] = {}
@@ -332,6 +334,10 @@ class RunCall(TorchFunctionMode):
     def _module(self, intercepted: InterceptedForward, state: AutoQuantizationState, args: tuple, kwargs: dict) -> Any:
         count = self.counts.get(id(state), 0)
         self.counts[id(state)] = count + 1
+        if not self.slow and (part := state.parts.get(count)) is not None:
+            output = part(self, args, kwargs)
+            if output is not NOT_RUN:
+                return output
         parent = self.frame
         hooks = state.hooks(count)
         if hooks is None:

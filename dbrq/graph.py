@@ -429,7 +429,7 @@ class GraphRecorder:
             raise SeveralPathsError(
                 "one graph cannot stand for a model whose code decides on values",
                 path=self.path, expected="one outcome in calibration", got=f"{len(outcomes)} outcomes at {user_line()}",
-                hint="lower the modules around this line one by one, or keep using the converted model",
+                hint="dbrq.lower lowers the parts of such a model and leaves the code that decides as it is",
             )  # fmt: skip
 
     def _reads_values(self, node: fx.Node) -> bool:

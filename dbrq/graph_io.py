@@ -42,8 +42,15 @@ def check_absent(x: torch.Tensor | None, name: str) -> None:
 class Inputs:
     """The graph's placeholders, and the call's arguments as the run gets them."""
 
-    def __init__(self, recorder: GraphRecorder, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
-        self.recorder = recorder
+    def __init__(
+        self,
+        recorder: GraphRecorder,
+        intercepted: InterceptedForward,
+        args: tuple,
+        kwargs: dict,
+        call: int | None = None,
+    ) -> None:
+        self.recorder, self.call = recorder, call
         self.tags: dict[str, list[Tag]] = {}
         assert intercepted.state is not None
         self.state = intercepted.state
@@ -101,7 +108,7 @@ class Inputs:
     def _value(self, node: fx.Node, value: Any, name: str, key: str) -> Any:
         """The value as the run gets it: tensors known by their nodes, ints traced, anything else asserted."""
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        tags = iter(self.state.input_tags(key, tensors))
+        tags = iter(self.state.input_tags(key, tensors, self.call))
         return self._walk(node, value, name, tags)
 
     def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> Any:

@@ -46,12 +46,20 @@ class GraphRun(RunCall):
     what is not looked into.
     """
 
-    def __init__(self, token: ModelToken, recorder: GraphRecorder) -> None:
+    def __init__(self, token: ModelToken, recorder: GraphRecorder, call: int | None = None) -> None:
         super().__init__(token)
+        self.call = call  # which call of the outermost module it stands for
         self.recorder = recorder
         self.slow = self.lenient = True
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
+
+    def starts_at(self, intercepted: InterceptedForward, call: int) -> None:
+        """The outermost module was called ``call`` times before, and those inside of it as recorded."""
+        token: Any = self.token
+        before = token.record.calls[intercepted.path][call].before
+        self.counts = {id(token.states[path]): count for path, count in before.items() if path in token.states}
+        self.counts[id(intercepted.state)] = call
 
     @border
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -96,7 +104,7 @@ class GraphRun(RunCall):
         assert intercepted.state is not None
         with torch._C.DisableTorchFunction():
             for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
-                for tensor, tag in zip(tensors, intercepted.state.input_tags(name, tensors), strict=True):
+                for tensor, tag in zip(tensors, intercepted.state.input_tags(name, tensors, self.call), strict=True):
                     self._with_tag(tensor, tag)
         plain, self._plain = self._plain, 0
         try:

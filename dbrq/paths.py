@@ -178,7 +178,7 @@ class Joined:
         for number, call in enumerate(calls):
             if number == len(known_calls):
                 tags = {name: tuple(map(self.tag, tags)) for name, tags in call.input_tags.items()}
-                known_calls.append(SeenCall([], tags))
+                known_calls.append(SeenCall([], tags, call.arguments, call.before))
             steps = [self.ops[step] if isinstance(step, SeenOp) else step for step in call.paths[0].steps]
             paths = known_calls[number].paths
             path = next((path for path in paths if path.steps == steps), None)

@@ -262,12 +262,29 @@ class SeenPath:
         return [step for step in self.steps if isinstance(step, SeenOp)]
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a module was called with: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(eq=False)
 class SeenCall:
-    """One call of one module: the paths taken through it, and its tensor inputs' tags."""
+    """One call of one module.
+
+    Attributes:
+        paths: those taken through it.
+        input_tags: argument -> who made its tensors.
+        arguments: (args, kwargs) of the first time, tensors as specs; None if there was anything but plain values.
+        before: path -> how often the modules inside had been called in that run.
+    """
 
     paths: list[SeenPath] = field(default_factory=lambda: [SeenPath()])
     input_tags: dict[str, tuple[Tag, ...]] = field(default_factory=dict)
+    arguments: tuple[tuple, dict] | None = None
+    before: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

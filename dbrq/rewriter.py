@@ -25,6 +25,7 @@ from .graph import GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, RestoringCodeGen, Returned
 from .graph_run import GraphRun
 from .guards import without_autocast
+from .record import Record, SeenOp, Tag
 from .report import sqnr
 from .watch import random_state_kept
 from .workflow import token_of
@@ -60,22 +61,70 @@ def rewrite(
 
 @dataclass(frozen=True)
 class Recording:
-    """A graph, the example's values for its placeholders, and how many values of tensors the code decided on."""
+    """A graph and what was learned of it.
+
+    Attributes:
+        inputs: the example's values for its placeholders.
+        decisions: how many values of tensors the code decided on.
+        tags: who made each tensor that it returns.
+    """
 
     graph: fx.GraphModule
     inputs: tuple
     decisions: int
+    tags: tuple[Tag, ...]
 
 
 @without_autocast()
-def record(quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None) -> Recording:
-    """What ``rewrite`` does, with what it learned."""
+def record(
+    quantized: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    call: int | None = None,
+) -> Recording:
+    """What ``rewrite`` does, with what it learned. ``call``: which call of a module inside of a model is meant."""
     quantized = uncompiled(quantized)
-    token_of(quantized, "int8", "rewrite")
+    token = token_of(quantized, "int8", "rewrite")
+    parting = where_paths_part(token.record, quantized.__dict__["forward"].path)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
-    recording = _recorded(quantized, args, kwargs)
+    try:
+        recording = _recorded(quantized, args, kwargs, call)
+    except SeveralPathsError:  # it knows the very line that decides
+        raise
+    except Exception as error:
+        raise (error if parting is None else parting) from None
+    if parting is not None:
+        raise parting
     _check_agreement(quantized, recording, args, kwargs)
     return recording
+
+
+_SEVERAL = "dbrq.lower lowers the parts of such a model and leaves the code that decides as it is"
+
+
+def where_paths_part(record: Record, path: str) -> SeveralPathsError | None:
+    """What says where the code of a module, or of one inside of it, decided otherwise in calibration; None if nowhere."""
+    inside = f"{path}." if path else ""
+    for module, calls in record.calls.items():
+        if module != path and not module.startswith(inside):
+            continue
+        for call in calls:
+            if len(call.paths) > 1:
+                first, second = (list(map(_step, p.steps)) for p in call.paths[:2])
+                at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+                          min(len(first), len(second)))  # fmt: skip
+                ways = [steps[at] if at < len(steps) else "the end of forward" for steps in (first, second)]
+                after = first[at - 1] if at else "the beginning of forward"
+                return SeveralPathsError(
+                    "one graph cannot stand for a model whose code takes several paths", path=module,
+                    expected="one path in calibration", hint=_SEVERAL,
+                    got=f"{len(call.paths)} paths, which part after {after}: to {ways[0]} and to {ways[1]}",
+                )  # fmt: skip
+    return None
+
+
+def _step(step: SeenOp | str) -> str:
+    return f"the call of {step}" if isinstance(step, str) else f"{step.path} ({step.op}, {step.site})"
 
 
 #: In dB. A graph differs from its model by values that are rounded otherwise, which deep random networks amplify.
@@ -142,16 +191,16 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
 
 
-def _recorded(quantized: nn.Module, args: tuple, kwargs: dict) -> Recording:
+def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None) -> Recording:
     try:
-        return _free_of_values(quantized, args, kwargs, Sizes.FREE)
+        return _free_of_values(quantized, args, kwargs, call, Sizes.FREE)
     except QuantizationError:
         raise
     except Exception as error:  # some code wants truth values or sizes to be bools or ints and nothing like them
         with contextlib.suppress(Exception):
-            return _free_of_values(quantized, args, kwargs, Sizes.COMPARED)
+            return _free_of_values(quantized, args, kwargs, call, Sizes.COMPARED)
         try:
-            recording = _free_of_values(quantized, args, kwargs, Sizes.FIXED)
+            recording = _free_of_values(quantized, args, kwargs, call, Sizes.FIXED)
         except QuantizationError:
             raise
         except Exception:
@@ -164,16 +213,16 @@ def _recorded(quantized: nn.Module, args: tuple, kwargs: dict) -> Recording:
         return recording
 
 
-def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Sizes) -> Recording:
+def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None, sizes: Sizes) -> Recording:
     """A graph that depends on no values, if the code has such a path for those who capture it."""
     recording = None
     try:
-        recording = _record(quantized, args, kwargs, sizes)
+        recording = _record(quantized, args, kwargs, call, sizes)
     except SeveralPathsError as error:
         failed = error
     if recording is None or recording.decisions:
         with contextlib.suppress(Exception), capturing():
-            other = _record(quantized, args, kwargs, sizes)
+            other = _record(quantized, args, kwargs, call, sizes)
             if recording is None or other.decisions < recording.decisions:
                 return other
     if recording is None:
@@ -181,16 +230,21 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Size
     return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Sizes) -> Recording:
+def _record(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None, sizes: Sizes) -> Recording:
     with torch.inference_mode(False):
         model = copy.deepcopy(quantized)  # the run may leave traces in it
         args, kwargs = _owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
-    inputs = Inputs(recorder, intercepted, args, kwargs)
+    inputs = Inputs(recorder, intercepted, args, kwargs, call)
+    run = GraphRun(intercepted.token, recorder, call)
+    if call is not None:
+        run.starts_at(intercepted, call)
     with torch.inference_mode(False):
-        output = GraphRun(intercepted.token, recorder).record(intercepted, inputs.args, inputs.kwargs)
+        output = run.record(intercepted, inputs.args, inputs.kwargs)
+    known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)
     recorder.graph.output(returned.plain)
     if not returned.is_plain:
@@ -199,7 +253,7 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, sizes: Sizes) -> Re
     recorder.graph.lint()
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
     graph.meta["decisions"] = tuple(recorder.decisions)
-    return Recording(graph.eval(), inputs.example, recorder.value_decisions)
+    return Recording(graph.eval(), inputs.example, recorder.value_decisions, tags)
 
 
 def _owned(inputs: Any) -> Any:

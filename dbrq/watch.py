@@ -41,7 +41,7 @@ from .mappings import (
     mutates,
     reads_values,
 )
-from .record import ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+from .record import ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, TensorSpec, Value
 from .sites import border, site, user_line
 from .tensors import geometry_of
 
@@ -241,7 +241,12 @@ class Watch(TorchFunctionMode):
         calls = self.record.calls.setdefault(intercepted.path, [])
         with _disabled():
             tensors = intercepted.tensors_by_name(args, kwargs)
-            call = SeenCall(input_tags={n: tuple(self._value(t).info.tag for t in ts) for n, ts in tensors.items()})
+            inside = f"{intercepted.path}." if intercepted.path else ""
+            call = SeenCall(
+                input_tags={n: tuple(self._value(t).info.tag for t in ts) for n, ts in tensors.items()},
+                arguments=_specified(args, kwargs),
+                before={path: len(its) for path, its in self.record.calls.items() if path.startswith(inside)},
+            )
         calls.append(call)
         if self.frame is not None and self.frame.call is not None:
             self.frame.call.paths[0].steps.append(intercepted.path)
@@ -613,6 +618,21 @@ def _storage(tensor: Tensor) -> int | None:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _specified(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A call's arguments with specs for tensors; None if that is not all they are made of."""
+    plain = True
+
+    def specify(leaf: Any) -> Any:
+        nonlocal plain
+        if isinstance(leaf, Tensor):
+            return TensorSpec(tuple(leaf.shape), leaf.dtype)
+        plain = plain and (leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)))
+        return leaf
+
+    specified = tree_map(specify, (args, dict(kwargs)))
+    return specified if plain else None
 
 
 def constant(value: Any) -> Any:

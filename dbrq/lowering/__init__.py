@@ -18,18 +18,19 @@ from torch.fx.graph import CodeGen
 
 from ..attachment import state_of
 from ..copies import uncompiled
-from ..errors import ConfigurationError, RewriteError
+from ..errors import ConfigurationError, RewriteError, SeveralPathsError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
-from ..rewriter import Recording, record
-from ..workflow import convert, prepare
+from ..rewriter import Recording, record, where_paths_part
+from ..workflow import convert, prepare, token_of
 from . import shared, torchscript
 from .bfloat16 import in_bfloat16
 from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
+from .parts import lower_parts
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn")
@@ -59,10 +60,12 @@ def lower(
         verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.
 
     Returns:
-        The lowered model, in eval mode. ``report`` reads it, ``save`` and ``load`` keep it.
+        The lowered model, in eval mode. ``report`` reads it, ``save`` and ``load`` keep it. A model for which
+        calibration saw several paths is returned as a converted model of its own class, in which each straight-line
+        module that holds int8 layers runs lowered and the code that decides is the user's.
 
     Raises:
-        RewriteError: one graph cannot stand for the model, for the reason and the line that it names.
+        RewriteError: no graph cannot stand for the model, for the reason and the line that it names.
         ConfigurationError: no such backend or dtype.
         OneDNNError: libdnnl is not installed.
 
@@ -81,13 +84,27 @@ def lower(
         float_only = QConfigMapping().set_global(None)  # type: ignore[arg-type]
         prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)
         quantized = convert(prepared, inplace=True)
-    recording = record(quantized, example_inputs, example_kwargs)
-    if backend == "onednn":
-        return _on_onednn(recording, quantized, dtype, verbose)
+    verbose = verbose or VERBOSE
+
+    def lowered(recording: Recording, module: nn.Module) -> nn.Module:
+        if backend == "onednn":
+            return _on_onednn(recording, module, dtype, verbose)
+        return _on_torchscript(recording, module, dtype, verbose)
+
+    if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
+        try:
+            return lowered(record(quantized, example_inputs, example_kwargs), quantized)
+        except SeveralPathsError as error:
+            if verbose:
+                print(f"lowered in parts: {error}", file=sys.stderr)
+    return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
+
+
+def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
     lowering = lower_graph(recording.graph, dtype)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, recording.inputs)
-    if verbose or VERBOSE:
+    if verbose:
         asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
         print(lowering, *asserted, sep="\n", file=sys.stderr)
     scripted = _scripted(lowering, quantized)
@@ -105,7 +122,7 @@ def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, v
     returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
     model = OneDNNModel(recording.graph, returned, dtype, "").eval()
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
-    if verbose or VERBOSE:
+    if verbose:
         print(model.lowering, file=sys.stderr)
     model.warm(copy.deepcopy(recording.inputs))
     return model
