@@ -334,10 +334,11 @@ class RunCall(TorchFunctionMode):
     def _module(self, intercepted: InterceptedForward, state: AutoQuantizationState, args: tuple, kwargs: dict) -> Any:
         count = self.counts.get(id(state), 0)
         self.counts[id(state)] = count + 1
-        if not self.slow and (part := state.parts.get(count)) is not None:
-            output = part(self, args, kwargs)
-            if output is not NOT_RUN:
-                return output
+        if state.parts and not self.slow:
+            for part in state.parts.get(count, ()):
+                output = part(self, args, kwargs)
+                if output is not NOT_RUN:
+                    return output
         parent = self.frame
         hooks = state.hooks(count)
         if hooks is None:

@@ -6,7 +6,8 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,19 @@ def check_absent(x: torch.Tensor | None, name: str) -> None:
         raise RuntimeError(f"dbrq: this graph was made without input {name}")
 
 
+@dataclass(frozen=True)
+class Inside:
+    """The outermost module of a run stands for one call of it inside of a model.
+
+    Attributes:
+        call: which.
+        tags: argument -> who made its tensors.
+    """
+
+    call: int
+    tags: dict[str, tuple[Tag, ...]]
+
+
 class Inputs:
     """The graph's placeholders, and the call's arguments as the run gets them."""
 
@@ -48,9 +62,9 @@ class Inputs:
         intercepted: InterceptedForward,
         args: tuple,
         kwargs: dict,
-        call: int | None = None,
+        inside: Inside | None = None,
     ) -> None:
-        self.recorder, self.call = recorder, call
+        self.recorder, self.inside = recorder, inside
         self.tags: dict[str, list[Tag]] = {}
         assert intercepted.state is not None
         self.state = intercepted.state
@@ -88,6 +102,13 @@ class Inputs:
             values[name] = self._value(node, value, name, key) if given else self._absent(node, value, name)
         self.args, self.kwargs = self._call(signature, bound, values)
 
+    def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
+        """Who made the tensors of an argument."""
+        if self.inside is None:
+            return self.state.input_tags(name, tensors)
+        made = self.inside.tags.get(name, ())
+        return [made[i] if i < len(made) else None for i in range(len(tensors))]
+
     def _add(self, name: str, value: Any, default: Any, key: str, given: bool = True) -> None:
         self.placeholders.append((name, value, default, given, key))
 
@@ -108,7 +129,7 @@ class Inputs:
     def _value(self, node: fx.Node, value: Any, name: str, key: str) -> Any:
         """The value as the run gets it: tensors known by their nodes, ints traced, anything else asserted."""
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        tags = iter(self.state.input_tags(key, tensors, self.call))
+        tags = iter(self.tags_of(key, tensors))
         return self._walk(node, value, name, tags)
 
     def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> Any:

@@ -22,6 +22,7 @@ from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
 from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder
+from .graph_io import Inputs, Inside
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
@@ -46,20 +47,20 @@ class GraphRun(RunCall):
     what is not looked into.
     """
 
-    def __init__(self, token: ModelToken, recorder: GraphRecorder, call: int | None = None) -> None:
+    def __init__(self, token: ModelToken, recorder: GraphRecorder, inputs: Inputs) -> None:
         super().__init__(token)
-        self.call = call  # which call of the outermost module it stands for
+        self.inputs = inputs
         self.recorder = recorder
         self.slow = self.lenient = True
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
 
-    def starts_at(self, intercepted: InterceptedForward, call: int) -> None:
-        """The outermost module was called ``call`` times before, and those inside of it as recorded."""
+    def starts_at(self, intercepted: InterceptedForward, inside: Inside) -> None:
+        """The outermost module was called before, and those inside of it as recorded."""
         token: Any = self.token
-        before = token.record.calls[intercepted.path][call].before
+        before = token.record.calls[intercepted.path][inside.call].before
         self.counts = {id(token.states[path]): count for path, count in before.items() if path in token.states}
-        self.counts[id(intercepted.state)] = call
+        self.counts[id(intercepted.state)] = inside.call
 
     @border
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -101,10 +102,9 @@ class GraphRun(RunCall):
             return super().enter(intercepted, args, kwargs) if self.frame else self._root(intercepted, args, kwargs)
 
     def _root(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        assert intercepted.state is not None
         with torch._C.DisableTorchFunction():
             for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
-                for tensor, tag in zip(tensors, intercepted.state.input_tags(name, tensors, self.call), strict=True):
+                for tensor, tag in zip(tensors, self.inputs.tags_of(name, tensors), strict=True):
                     self._with_tag(tensor, tag)
         plain, self._plain = self._plain, 0
         try:

@@ -15,6 +15,8 @@ from .record import Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, 
 
 #: More paths through one call than these are counted no more; their ops are still known.
 MOST_PATHS = 100
+#: Of more origins than these of one call's arguments no note is taken.
+MOST_ORIGINS = 8
 
 
 class Union:
@@ -176,9 +178,12 @@ class Joined:
     def _count_paths(self, module: str, calls: list[SeenCall]) -> None:
         known_calls = self.record.calls.setdefault(module, [])
         for number, call in enumerate(calls):
+            tags = {name: tuple(map(self.tag, tags)) for name, tags in call.input_tags.items()}
             if number == len(known_calls):
-                tags = {name: tuple(map(self.tag, tags)) for name, tags in call.input_tags.items()}
-                known_calls.append(SeenCall([], tags, call.arguments, call.before))
+                known_calls.append(SeenCall([], tags, [], call.arguments, call.before))
+            known = known_calls[number]
+            if tags not in known.all_input_tags() and len(known.other_input_tags) < MOST_ORIGINS:
+                known.other_input_tags.append(tags)
             steps = [self.ops[step] if isinstance(step, SeenOp) else step for step in call.paths[0].steps]
             paths = known_calls[number].paths
             path = next((path for path in paths if path.steps == steps), None)

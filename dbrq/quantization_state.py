@@ -111,7 +111,7 @@ class AutoQuantizationState(nn.Module):
         observers: value key -> observer or fake quantize, for values first read here as int8.
         weight_fake_quants: op path -> fake quantize of its weight, in quantization aware training.
         scale, zero_point: after conversion, the qparams of the values in ``slots``: float32 ``[n]`` and int64 ``[n]``.
-        parts: number of a call -> the module lowered for that call (lowering/parts.py).
+        parts: number of a call -> the module lowered for that call, for each origin of its inputs (lowering/parts.py).
         anchor: an empty parameter where conversion left the module none, for code that asks
             ``next(self.parameters())``.
     """
@@ -129,7 +129,7 @@ class AutoQuantizationState(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, list[Part]] = {}
         self._hooks: dict[int, Hooks] = {}
         self._plans: dict[SeenOp, Hook] = {}
         self._any: dict[Place, tuple[list[Hook], int]] | None = None
@@ -142,13 +142,10 @@ class AutoQuantizationState(nn.Module):
     def ops(self) -> list[SeenOp]:
         return list(dict.fromkeys(op for call in self.calls for path in call.paths for op in path.ops))
 
-    def input_tags(self, name: str, tensors: Sequence[Tensor], call: int | None = None) -> list[Tag]:
+    def input_tags(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
         """Who made the tensors of argument ``name`` where the module is the outermost of a run: the caller, as when it
-        was calibrated so, else who made them inside the model. ``call``: it stands for that call inside the model.
+        was calibrated so, else who made them inside the model.
         """
-        if call is not None:
-            made = self.calls[call].input_tags.get(name, ())
-            return [made[i] if i < len(made) else None for i in range(len(tensors))]
         given = self.token.record.named  # type: ignore[attr-defined]
         tags: list[Tag] = [given.get((self.path, name, i, t.dtype)) for i, t in enumerate(tensors)]
         inside = self.calls[0].input_tags.get(name, ()) if self.calls else ()

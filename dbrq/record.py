@@ -276,15 +276,20 @@ class SeenCall:
 
     Attributes:
         paths: those taken through it.
-        input_tags: argument -> who made its tensors.
+        input_tags: argument -> who made its tensors, the first time, and ...
+        other_input_tags: ... at other times.
         arguments: (args, kwargs) of the first time, tensors as specs; None if there was anything but plain values.
         before: path -> how often the modules inside had been called in that run.
     """
 
     paths: list[SeenPath] = field(default_factory=lambda: [SeenPath()])
     input_tags: dict[str, tuple[Tag, ...]] = field(default_factory=dict)
+    other_input_tags: list[dict[str, tuple[Tag, ...]]] = field(default_factory=list)
     arguments: tuple[tuple, dict] | None = None
     before: dict[str, int] = field(default_factory=dict)
+
+    def all_input_tags(self) -> list[dict[str, tuple[Tag, ...]]]:
+        return [self.input_tags, *self.other_input_tags]
 
 
 @dataclass(eq=False)

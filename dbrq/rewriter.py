@@ -22,7 +22,7 @@ from .containers import call_arguments, tree_leaves, tree_map
 from .copies import uncompiled
 from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, Sizes, remove_dead
-from .graph_io import Inputs, RestoringCodeGen, Returned
+from .graph_io import Inputs, Inside, RestoringCodeGen, Returned
 from .graph_run import GraphRun
 from .guards import without_autocast
 from .record import Record, SeenOp, Tag
@@ -80,15 +80,15 @@ def record(
     quantized: nn.Module,
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
-    call: int | None = None,
+    inside: Inside | None = None,
 ) -> Recording:
-    """What ``rewrite`` does, with what it learned. ``call``: which call of a module inside of a model is meant."""
+    """What ``rewrite`` does, with what it learned. ``inside``: it is a module inside of a model."""
     quantized = uncompiled(quantized)
     token = token_of(quantized, "int8", "rewrite")
     parting = where_paths_part(token.record, quantized.__dict__["forward"].path)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
-        recording = _recorded(quantized, args, kwargs, call)
+        recording = _recorded(quantized, args, kwargs, inside)
     except SeveralPathsError:  # it knows the very line that decides
         raise
     except Exception as error:
@@ -103,7 +103,7 @@ _SEVERAL = "dbrq.lower lowers the parts of such a model and leaves the code that
 
 
 def where_paths_part(record: Record, path: str) -> SeveralPathsError | None:
-    """What says where the code of a module, or of one inside of it, decided otherwise in calibration; None if nowhere."""
+    """Says where the code of a module, or of one inside of it, took several paths in calibration; None if nowhere."""
     inside = f"{path}." if path else ""
     for module, calls in record.calls.items():
         if module != path and not module.startswith(inside):
@@ -191,16 +191,16 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
 
 
-def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None) -> Recording:
+def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Recording:
     try:
-        return _free_of_values(quantized, args, kwargs, call, Sizes.FREE)
+        return _free_of_values(quantized, args, kwargs, inside, Sizes.FREE)
     except QuantizationError:
         raise
     except Exception as error:  # some code wants truth values or sizes to be bools or ints and nothing like them
         with contextlib.suppress(Exception):
-            return _free_of_values(quantized, args, kwargs, call, Sizes.COMPARED)
+            return _free_of_values(quantized, args, kwargs, inside, Sizes.COMPARED)
         try:
-            recording = _free_of_values(quantized, args, kwargs, call, Sizes.FIXED)
+            recording = _free_of_values(quantized, args, kwargs, inside, Sizes.FIXED)
         except QuantizationError:
             raise
         except Exception:
@@ -213,16 +213,16 @@ def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None)
         return recording
 
 
-def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None, sizes: Sizes) -> Recording:
+def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
     """A graph that depends on no values, if the code has such a path for those who capture it."""
     recording = None
     try:
-        recording = _record(quantized, args, kwargs, call, sizes)
+        recording = _record(quantized, args, kwargs, inside, sizes)
     except SeveralPathsError as error:
         failed = error
     if recording is None or recording.decisions:
         with contextlib.suppress(Exception), capturing():
-            other = _record(quantized, args, kwargs, call, sizes)
+            other = _record(quantized, args, kwargs, inside, sizes)
             if recording is None or other.decisions < recording.decisions:
                 return other
     if recording is None:
@@ -230,17 +230,17 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, call: int |
     return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, call: int | None, sizes: Sizes) -> Recording:
+def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
     with torch.inference_mode(False):
         model = copy.deepcopy(quantized)  # the run may leave traces in it
         args, kwargs = _owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
-    inputs = Inputs(recorder, intercepted, args, kwargs, call)
-    run = GraphRun(intercepted.token, recorder, call)
-    if call is not None:
-        run.starts_at(intercepted, call)
+    inputs = Inputs(recorder, intercepted, args, kwargs, inside)
+    run = GraphRun(intercepted.token, recorder, inputs)
+    if inside is not None:
+        run.starts_at(intercepted, inside)
     with torch.inference_mode(False):
         output = run.record(intercepted, inputs.args, inputs.kwargs)
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

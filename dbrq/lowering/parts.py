@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..attachment import state_of
 from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall, active
-from ..containers import call_arguments, tree_leaves, tree_map
+from ..containers import call_arguments, tree_map
 from ..copies import copied
 from ..errors import QuantizationError
-from ..graph_io import RestoringCodeGen
+from ..graph import DEQUANTIZE, QUANTIZE, remove_dead
+from ..graph_io import Inside, RestoringCodeGen, check_input
+from ..kernels import QParams, quantize
 from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
-from ..tensors import plain
+from ..tensors import Int8Tensor, plain
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -35,12 +37,16 @@ LowerGraph = Callable[[Recording, nn.Module], nn.Module]
 
 @dataclass
 class Lowered:
-    """One call of a straight-line module in lowered form. It is what an ``AutoQuantizationState`` keeps in ``parts``.
+    """One call of a straight-line module in lowered form. ``AutoQuantizationState.parts`` keeps them.
 
     Attributes:
         path: the module's.
         model: what runs.
         restore: makes the user's containers of what ``model`` returns; None if it returns them.
+        names: what the module's forward takes by position.
+        makers: argument -> who made it; of values of other origin the graph knows no range.
+        reads: argument -> qparams, for those that the model takes as uint8.
+        writes: for each tensor of the output, its qparams where it is uint8.
         tags: who made each tensor of the output.
         inside: path -> how often the call calls the modules inside.
     """
@@ -48,31 +54,49 @@ class Lowered:
     path: str
     model: nn.Module
     restore: Callable[[Any], Any] | None
+    names: tuple[str, ...]
+    makers: dict[str, Tag]
+    reads: dict[str, QParams]
+    writes: tuple[QParams | None, ...]
     tags: tuple[Tag, ...]
     inside: dict[str, int]
 
     def __call__(self, call: RunCall, args: tuple, kwargs: dict) -> Any:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        for name, maker in self.makers.items():
+            if name not in given or call.tag_of(given[name]) != maker:
+                return NOT_RUN
         with torch._C.DisableTorchFunction():
-            args, kwargs = tree_map(plain, (args, kwargs))
+            taken = [self._taken(name, x) for name, x in zip(self.names, args, strict=False)]
+            taken += tree_map(plain, list(args[len(self.names) :]))
+            options = {name: self._taken(name, x) for name, x in kwargs.items()}
             try:
-                output = self.model(*args, **kwargs)
+                output = self.model(*taken, **options)
             except Exception as error:  # other inputs than the graph's: the module itself runs, or says what is wrong
                 call.token.warn_once(
                     f"part {self.path}",
                     f"dbrq: {self.path} runs as it was converted, since its lowered form does not take these inputs: "
-                    f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}",
+                    f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}",
                 )
                 return NOT_RUN
             if self.restore is not None:
                 output = self.restore(output)
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            for tensor, tag in zip(tensors, self.tags, strict=False):
-                tensor.__dict__[TAG] = tag
+            made = iter(zip(self.tags, self.writes, strict=True))
+            output = tree_map(lambda leaf: _made(leaf, *next(made)) if isinstance(leaf, Tensor) else leaf, output)
         states: dict[str, AutoQuantizationState] = call.token.states  # type: ignore[attr-defined]
         for path, count in self.inside.items():
             state = id(states[path])
             call.counts[state] = call.counts.get(state, 0) + count
         return output
+
+    def _taken(self, name: str, x: Any) -> Any:
+        """An argument as the model takes it."""
+        qparams = self.reads.get(name)
+        if qparams is None:
+            return tree_map(plain, x)
+        if isinstance(x, Int8Tensor) and x.data_u8 is not None and x.qparams == qparams:
+            return x.data_u8
+        return quantize(plain(x), qparams)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -90,6 +114,14 @@ class Lowered:
                 warnings.filterwarnings("ignore", message=".*torch.jit.*")
                 state = {**state, "model": torch.jit.load(io.BytesIO(state["model"]), map_location="cpu")}
         self.__dict__.update(state)
+
+
+def _made(tensor: Tensor, tag: Tag, qparams: QParams | None) -> Tensor:
+    """A tensor of the output as the run knows it."""
+    if qparams is not None:
+        return Int8Tensor(tensor.shape, tensor, qparams, tag)
+    tensor.__dict__[TAG] = tag
+    return tensor
 
 
 def lower_parts(
@@ -121,6 +153,7 @@ class _Parts:
     def __init__(self, record: Record, examples: _Examples, lower_graph: LowerGraph) -> None:
         self.record, self.examples, self.lower_graph = record, examples, lower_graph
         self.log: list[str] = []
+        self._int8_makers = {op.result.tag for op in record.hooked() if op.decision.writes is not None}
 
     def descend(self, module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
@@ -151,30 +184,99 @@ class _Parts:
         parting = where_paths_part(self.record, state.path)
         if parting is not None:
             return parting.got or str(parting)
-        made = {}
-        for call in range(len(state.calls)):
-            example = self.examples.of(state.path, call)
-            if example is None:
-                return "no example of its inputs is known"
-            try:
-                recording = record(module, example[0], example[1], call)
-                if any(node.meta.get("writes") for node in recording.graph.graph.nodes):
-                    return "it writes to what it is given, or to its own buffers"
-                codegen = recording.graph.graph._codegen
-                lowered = self.lower_graph(recording, module)
-            except QuantizationError as error:
-                return error.message
-            except Exception as error:  # torch's own, of code that no graph can have
-                return f"{type(error).__name__}: {error}"
-            restore = None
-            if isinstance(codegen, RestoringCodeGen) and isinstance(lowered, torch.jit.ScriptModule):
-                restore = codegen.returned
-            inside = _calls_inside(self.record, state.path, call)
-            made[call] = Lowered(state.path, lowered, restore, recording.tags, dict(inside))
+        made: dict[int, list[Lowered]] = {}
+        for number, call in enumerate(state.calls):
+            for tags in call.all_input_tags():
+                lowered = self._lower_call(module, state, number, tags)
+                if isinstance(lowered, str):
+                    return lowered
+                made.setdefault(number, []).append(lowered)
         if not made:
             return "it was never reached"
         state.parts = made  # type: ignore[assignment]
         return ""
+
+    def _lower_call(
+        self, module: nn.Module, state: AutoQuantizationState, number: int, tags: dict[str, tuple[Tag, ...]]
+    ) -> Lowered | str:
+        """One call of a module with values of one origin, lowered; or why not."""
+        example = self.examples.of(state.path, number)
+        if example is None:
+            return "no example of its inputs is known"
+        try:
+            recording = record(module, example[0], example[1], Inside(number, tags))
+            if any(node.meta.get("writes") for node in recording.graph.graph.nodes):
+                return "it writes to what it is given, or to its own buffers"
+            reads, writes = _int8_borders(recording, self._int8_makers, tags)
+            codegen = recording.graph.graph._codegen
+            lowered = self.lower_graph(recording, module)
+        except QuantizationError as error:
+            return error.message
+        except Exception as error:  # torch's own, of code that no graph can have
+            return f"{type(error).__name__}: {error}"
+        restore = None
+        if isinstance(codegen, RestoringCodeGen) and isinstance(lowered, torch.jit.ScriptModule):
+            restore = codegen.returned
+        return Lowered(
+            state.path, lowered, restore, module.__dict__["forward"].parameter_names,
+            {name: its[0] for name, its in tags.items() if len(its) == 1 and its[0] is not None},
+            reads, writes, recording.tags, dict(_calls_inside(self.record, state.path, number)),
+        )  # fmt: skip
+
+
+def _int8_borders(
+    recording: Recording, int8_makers: set[Tag], tags: dict[str, tuple[Tag, ...]]
+) -> tuple[dict[str, QParams], tuple[QParams | None, ...]]:
+    """Let a graph take and return uint8 where it would only quantize and dequantize.
+
+    Args:
+        recording: its graph and example are changed.
+        int8_makers: tags of values that arrive as int8.
+        tags: argument -> who made its tensors.
+
+    Returns:
+        Argument -> qparams, and those of each tensor of the output.
+    """
+    graph = recording.graph.graph
+    reads: dict[str, QParams] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = list(recording.inputs)
+    for position, node in enumerate(placeholders):
+        users = [user for user in node.users if user.target is not check_input]
+        checks = [user for user in node.users if user.target is check_input]
+        its = tags.get(str(node.target), ())
+        constants = {tuple(user.args[1:]) for user in users if user.target is QUANTIZE}
+        if len(its) != 1 or its[0] not in int8_makers or len(constants) != 1 or not checks:
+            continue
+        if any(user.target is not QUANTIZE for user in users):
+            continue
+        (scale, zero_point, low, high, _) = constants.pop()
+        reads[str(node.target)] = qparams = QParams(scale, zero_point, low, high)
+        for user in users:
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+        for check in checks:
+            check.args = (*check.args[:3], torch.uint8)
+        node.meta["dtype"] = torch.uint8
+        inputs[position] = quantize(inputs[position], qparams)
+    object.__setattr__(recording, "inputs", tuple(inputs))
+    output = next(node for node in graph.nodes if node.op == "output")
+    writes: list[QParams | None] = []
+
+    def written(node: fx.Node) -> fx.Node:
+        if "dtype" not in node.meta:  # a number
+            return node
+        if node.target is not DEQUANTIZE or not isinstance(node.args[1], float):
+            writes.append(None)
+            return node
+        q, scale, zero_point, low, high = node.args[:5]
+        writes.append(QParams(scale, zero_point, low, high))  # type: ignore[arg-type]
+        return q  # type: ignore[return-value]
+
+    output.args = fx.map_arg(output.args, written)
+    remove_dead(graph)
+    recording.graph.recompile()
+    return reads, tuple(writes)
 
 
 def _calls_inside(record: Record, path: str, call: int) -> Counter[str]:
