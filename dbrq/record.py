@@ -249,11 +249,11 @@ class SeenPath:
     """One path through one call of a module.
 
     Attributes:
-        steps: its hooked ops, and the paths of the modules it called, in order.
+        steps: its hooked ops, and the modules it called, in order.
         seen: how often calibration took it.
     """
 
-    steps: list[SeenOp | str] = field(default_factory=list)
+    steps: list[SeenOp | ModuleStep] = field(default_factory=list)
     seen: int = 0
 
     @property
@@ -262,12 +262,19 @@ class SeenPath:
         return [step for step in self.steps if isinstance(step, SeenOp)]
 
 
-@dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a module was called with: its shape and dtype."""
+    """A tensor that a module was called with: its shape and dtype. No dataclass, which would count as a container."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+@dataclass(frozen=True)
+class ModuleStep:
+    """A call of another module: its path, and the line of the user's code."""
+
+    module: str
+    line: str
 
 
 @dataclass(eq=False)

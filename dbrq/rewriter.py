@@ -25,7 +25,7 @@ from .graph import GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, Inside, RestoringCodeGen, Returned
 from .graph_run import GraphRun
 from .guards import without_autocast
-from .record import Record, SeenOp, Tag
+from .record import ModuleStep, Record, SeenOp, Tag
 from .report import sqnr
 from .watch import random_state_kept
 from .workflow import token_of
@@ -123,8 +123,10 @@ def where_paths_part(record: Record, path: str) -> SeveralPathsError | None:
     return None
 
 
-def _step(step: SeenOp | str) -> str:
-    return f"the call of {step}" if isinstance(step, str) else f"{step.path} ({step.op}, {step.site})"
+def _step(step: SeenOp | ModuleStep) -> str:
+    if isinstance(step, SeenOp):
+        return f"{step.path} ({step.op}, {step.site})"
+    return f"the call of {step.module} ({step.line})"
 
 
 #: In dB. A graph differs from its model by values that are rounded otherwise, which deep random networks amplify.

@@ -41,7 +41,7 @@ from .mappings import (
     mutates,
     reads_values,
 )
-from .record import ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, TensorSpec, Value
+from .record import ModuleStep, ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, TensorSpec, Value
 from .sites import border, site, user_line
 from .tensors import geometry_of
 
@@ -249,7 +249,7 @@ class Watch(TorchFunctionMode):
             )
         calls.append(call)
         if self.frame is not None and self.frame.call is not None:
-            self.frame.call.paths[0].steps.append(intercepted.path)
+            self.frame.call.paths[0].steps.append(ModuleStep(intercepted.path, user_line()))
         outer, self.frame = self.frame, _Frame(intercepted.path, call, len(calls) - 1)
         leaf, self.leaf = self.leaf, None
         try:

@@ -286,10 +286,10 @@ def _calls_inside(record: Record, path: str, call: int) -> Counter[str]:
     for step in seen.paths[0].steps:
         if isinstance(step, SeenOp):
             continue
-        number = seen.before.get(step, 0) + found[step]
-        found[step] += 1
-        if step in record.calls and number < len(record.calls[step]):
-            found += _calls_inside(record, step, number)
+        number = seen.before.get(step.module, 0) + found[step.module]
+        found[step.module] += 1
+        if number < len(record.calls.get(step.module, ())):
+            found += _calls_inside(record, step.module, number)
     return found
 
 
