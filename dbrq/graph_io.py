@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from .auto_trace import InterceptedForward
+from .auto_trace import InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import RewriteError
 from .graph import GraphRecorder
@@ -51,6 +51,31 @@ class Inside:
 
     call: int
     tags: dict[str, tuple[Tag, ...]]
+
+    def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
+        """Who made the tensors of an argument."""
+        made = self.tags.get(name, ())
+        return [made[i] if i < len(made) else None for i in range(len(tensors))]
+
+    def counts(self, state: Any) -> dict[int, int]:
+        """How often the module with ``state``, and those inside of it, were called before, as a run counts them."""
+        before = state.calls[self.call].before
+        counts = {id(state.token.states[path]): count for path, count in before.items() if path in state.token.states}
+        return counts | {id(state): self.call}
+
+
+class InsideRun(RunCall):
+    """A run of a module of a converted model by itself, as if inside of the model."""
+
+    def __init__(self, intercepted: InterceptedForward, inside: Inside) -> None:
+        super().__init__(intercepted.token)
+        self.inside = inside
+        self.counts = inside.counts(intercepted.state)
+
+    def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
+        for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
+            for tensor, tag in zip(tensors, self.inside.tags_of(name, tensors), strict=True):
+                self.input_tags[id(tensor)] = tag
 
 
 class Inputs:
@@ -104,10 +129,7 @@ class Inputs:
 
     def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
         """Who made the tensors of an argument."""
-        if self.inside is None:
-            return self.state.input_tags(name, tensors)
-        made = self.inside.tags.get(name, ())
-        return [made[i] if i < len(made) else None for i in range(len(tensors))]
+        return (self.state.input_tags if self.inside is None else self.inside.tags_of)(name, tensors)
 
     def _add(self, name: str, value: Any, default: Any, key: str, given: bool = True) -> None:
         self.placeholders.append((name, value, default, given, key))

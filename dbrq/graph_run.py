@@ -22,7 +22,7 @@ from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
 from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder
-from .graph_io import Inputs, Inside
+from .graph_io import Inputs
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
@@ -50,17 +50,12 @@ class GraphRun(RunCall):
     def __init__(self, token: ModelToken, recorder: GraphRecorder, inputs: Inputs) -> None:
         super().__init__(token)
         self.inputs = inputs
+        if inputs.inside is not None:
+            self.counts = inputs.inside.counts(inputs.state)
         self.recorder = recorder
         self.slow = self.lenient = True
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
-
-    def starts_at(self, intercepted: InterceptedForward, inside: Inside) -> None:
-        """The outermost module was called before, and those inside of it as recorded."""
-        token: Any = self.token
-        before = token.record.calls[intercepted.path][inside.call].before
-        self.counts = {id(token.states[path]): count for path, count in before.items() if path in token.states}
-        self.counts[id(intercepted.state)] = inside.call
 
     @border
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:

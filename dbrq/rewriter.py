@@ -22,7 +22,7 @@ from .containers import call_arguments, tree_leaves, tree_map
 from .copies import uncompiled
 from .errors import QuantizationError, RewriteError, SeveralPathsError
 from .graph import GraphRecorder, Sizes, remove_dead
-from .graph_io import Inputs, Inside, RestoringCodeGen, Returned
+from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned
 from .graph_run import GraphRun
 from .guards import without_autocast
 from .record import ModuleStep, Record, SeenOp, Tag
@@ -95,7 +95,7 @@ def record(
         raise (error if parting is None else parting) from None
     if parting is not None:
         raise parting
-    _check_agreement(quantized, recording, args, kwargs)
+    _check_agreement(quantized, recording, args, kwargs, inside)
     return recording
 
 
@@ -133,17 +133,19 @@ def _step(step: SeenOp | ModuleStep) -> str:
 _AGREEMENT = 5.0
 
 
-def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kwargs: dict) -> None:
+def _check_agreement(
+    quantized: nn.Module, recording: Recording, args: tuple, kwargs: dict, inside: Inside | None
+) -> None:
     """Raise unless the graph gives what the model gives, on the example."""
     outputs = []
     with torch.inference_mode(False), torch.no_grad(), random_state_kept():
         state = torch.get_rng_state()
-        for model, (a, k) in (
-            (copy.deepcopy(quantized), _owned((args, kwargs))),
-            (copy.deepcopy(recording.graph), (_owned(recording.inputs), {})),
+        for run in (
+            lambda: _run_copy(quantized, *_owned((args, kwargs)), inside),
+            lambda: copy.deepcopy(recording.graph)(*_owned(recording.inputs)),
         ):
             torch.set_rng_state(state)
-            leaves = tree_leaves(model(*a, **k))
+            leaves = tree_leaves(run())
             outputs.append([leaf.flatten().float() for leaf in leaves if _is_float(leaf)])
     expected, got = (torch.cat([torch.zeros(1), *leaves]) for leaves in outputs)
     if expected.shape == got.shape:
@@ -152,7 +154,7 @@ def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kw
         decibels = sqnr(expected, got)
         if decibels >= _AGREEMENT:
             return
-        if _amplifies_rounding(quantized, args, kwargs, expected):
+        if _amplifies_rounding(quantized, args, kwargs, inside, expected):
             warnings.warn(
                 f"dbrq: graph and model agree to {decibels:.1f} dB only, and the model agrees as little with itself "
                 "when its inputs change by a thousandth",
@@ -167,7 +169,18 @@ def _check_agreement(quantized: nn.Module, recording: Recording, args: tuple, kw
     )  # fmt: skip
 
 
-def _amplifies_rounding(quantized: nn.Module, args: tuple, kwargs: dict, expected: Tensor) -> bool:
+def _run_copy(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Any:
+    """What a converted model gives, which is left as it is."""
+    model = copy.deepcopy(quantized)
+    if inside is None:
+        return model(*args, **kwargs)
+    intercepted: InterceptedForward = model.__dict__["forward"]
+    return InsideRun(intercepted, inside).run(intercepted, args, kwargs)
+
+
+def _amplifies_rounding(
+    quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, expected: Tensor
+) -> bool:
     """Whether the model itself strays as far when float inputs change by a thousandth, as deep random networks do.
 
     A thousandth is a quarter of an 8-bit step: less could be lost as the inputs are quantized.
@@ -184,7 +197,7 @@ def _amplifies_rounding(quantized: nn.Module, args: tuple, kwargs: dict, expecte
 
     with torch.inference_mode(False), torch.no_grad(), random_state_kept():
         args, kwargs = tree_map(nudged, _owned((args, kwargs)))
-        output = copy.deepcopy(quantized)(*args, **kwargs)
+        output = _run_copy(quantized, args, kwargs, inside)
         got = torch.cat([torch.zeros(1), *(leaf.flatten().float() for leaf in tree_leaves(output) if _is_float(leaf))])
     return got.shape == expected.shape and sqnr(expected, got) < _AGREEMENT + 5
 
@@ -241,8 +254,6 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | No
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, args, kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)
-    if inside is not None:
-        run.starts_at(intercepted, inside)
     with torch.inference_mode(False):
         output = run.record(intercepted, inputs.args, inputs.kwargs)
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
