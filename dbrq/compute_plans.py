@@ -360,7 +360,8 @@ class DynamicLinearPlan(ComputePlan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         activation = op.qconfig.activation()  # type: ignore[union-attr]
-        self.reduce_range = bool(getattr(activation, "reduce_range", False))
+        levels = getattr(activation, "quant_max", 255) - getattr(activation, "quant_min", 0)
+        self.reduce_range = bool(getattr(activation, "reduce_range", False)) or levels < 255
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])
@@ -370,7 +371,9 @@ class DynamicLinearPlan(ComputePlan):
         if self.op.decision.mode == "weight_only":
             bias = None if self.op.bias is None else tensor_of(self.op.bias, self.modules)
             result = kernels.weight_only_linear(x, self.weight.int8(self.modules), self.weight.scale(self.modules))
-            return self._tagged(result if bias is None else result.add_(bias))
-        x = x.detach()
-        qparams = kernels.dynamic_qparams(x, self.reduce_range)
-        return self._tagged(self.packed(False)(quantize(x, qparams), qparams))
+            result = result if bias is None else result.add_(bias)
+        else:
+            x = x.detach()
+            qparams = kernels.dynamic_qparams(x, self.reduce_range)
+            result = self.packed(False)(quantize(x, qparams), qparams)
+        return self._tagged(result + plain(bound[2]) if self.op.bias_computed else result)

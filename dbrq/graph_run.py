@@ -258,7 +258,8 @@ class GraphRun(RunCall):
         weight, bias = self._weight(hook, hook.folds)
         if op.decision.mode != "static":
             x = bound[0] if op.decision.mode == "weight_only" else self._dynamic(hook, bound[0])
-            return self._with_tag(run_float(row, [x, weight, bias]), op.result.tag)
+            result = run_float(row, [x, weight, bias])
+            return self._with_tag(result + bound[2] if op.bias_computed else result, op.result.tag)
         x = self._read(hook, bound[0], 0)
         if x is None:
             return self._with_tag(run_float(row, bound, op.pad), op.result.tag)

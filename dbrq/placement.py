@@ -96,6 +96,8 @@ class Placement:
         if reason:
             self.reasons[id(op)] = reason
             return False
+        if mode == "static" and self._reads_constants(op):
+            mode = "dynamic"
         self.modes[id(op)] = mode
         return mode == "static"
 
@@ -120,9 +122,18 @@ class Placement:
             return "one operand is a constant or a vector" if constant or flat or len(op.slots()) < 2 else ""
         if op.row.name != "linear" and mode != "static":
             return f"no {mode} int8 kernel for convolutions"
-        if all(self.record.values[vid].info.constant for _, vid in op.activations):
+        if op.row.name != "linear" and self._reads_constants(op):
             return "its input is a parameter, or comes from code that no hook sees"
         return ""
+
+    def _reads_constants(self, op: SeenOp) -> bool:
+        """Whether no op made what ``op`` reads: parameters, buffers, tensors that the user's code keeps.
+
+        Nothing tells one of them from another that comes there later, so a range that was observed would not hold.
+        Linear layers take each by its own range.
+        """
+        constant = [self.record.values[vid].info.constant for _, vid in op.activations]
+        return op.row.role is Role.COMPUTE and op.row.name != "matmul" and all(constant)
 
     def _may_be_soft(self, op: SeenOp) -> bool:
         if op.row.role not in _SOFT or id(op) in self.chained:
@@ -160,7 +171,12 @@ class Placement:
         return Level.FLOAT
 
     def pure(self, vid: int) -> bool:
-        """Whether only the integers of this value need exist."""
+        """Whether only the integers of this value need exist: of what it was moved from, too."""
+        origin = self.record.values[vid].origin
+        return self._read_as_int8(vid) and (origin is None or self.pure(origin))
+
+    def _read_as_int8(self, vid: int) -> bool:
+        """Whether a value that someone can make int8 is read as such by all who read it."""
         value = self.record.values[vid]
         if value.is_output or not value.readers or self.level(vid) is not Level.INT8:
             return False
@@ -171,7 +187,9 @@ class Placement:
             if op.row.name == "pad" and op.constants[2] == "constant" and op.constants[3]:
                 return False  # only zero is sure to be representable
             moved = [o.id for o in op.outputs if self.record.values[o.id].producer is op]
-            return bool(moved) and op.inputs[0].id == vid and all(self.pure(m) or self._unread(m) for m in moved)
+            return (
+                bool(moved) and op.inputs[0].id == vid and all(self._read_as_int8(m) or self._unread(m) for m in moved)
+            )
         if vid not in (v for _, v in op.activations):
             return False
         if id(op) in self._is_hard or id(op) in self.soft:

@@ -421,3 +421,52 @@ def test_nothing_warns_on_the_recorded_path():
         converted = dbrq.quantize(model, [x])
         run(converted, x)
         assert fake_quantized(converted, model, x) is not None
+
+
+# Values that no op made, and moves that leave the range
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: m.last(x) + m.first(m.positions),
+        lambda m, x: m.last(x) + m.first(m.positions.expand(x.size(0), -1, -1)),
+        lambda m, x: m.last(x) + F.linear(m.positions, m.first.weight, m.first.bias * 2),
+    ],
+    ids=["parameter", "expanded", "with a computed bias"],
+)
+def test_linear_layer_on_a_parameter_is_int8_in_its_own_range(fn):
+    # No one calibrates a parameter, nor knows whether another comes later.
+    positions = nn.Parameter(torch.randn(7, 16) * 3)
+    model = Call(fn, positions=positions, first=nn.Linear(16, 8), last=nn.Linear(16, 8)).eval()
+    x = torch.randn(3, 7, 16)
+    converted = convert(model, x).quantized
+    assert_precision(converted, "linear", "int8", 2)
+    assert sqnr(run(model, x), run(converted, x)) > 35
+    for graph in (dbrq.rewrite(converted, x), dbrq.lower(converted, x)):
+        assert sqnr(run(converted, x), run(graph, x)) > 60
+    with torch.no_grad():
+        for held in (model, converted):
+            held.positions.mul_(100)
+    assert sqnr(run(model, x), run(converted, x)) > 35
+
+
+@pytest.mark.parametrize("qconfig", [torch.ao.quantization.default_dynamic_qconfig,
+                                     torch.ao.quantization.float16_dynamic_qconfig])  # fmt: skip
+def test_dynamic_linear_layer_adds_a_computed_bias(qconfig):
+    model = Call(lambda m, x: F.linear(x, m.weight, m.bias * 2), weight=torch.randn(8, 16), bias=torch.randn(8) * 9)
+    x = torch.randn(3, 16)
+    converted = convert(model, x, qconfig).quantized
+    assert sqnr(run(model, x), run(converted, x)) > 30
+    assert sqnr(run(converted, x), run(dbrq.rewrite(converted, x), x)) > 60
+
+
+def test_padding_with_infinity_before_a_pool():
+    # The pool took the padded value for int8, and infinity reached an observer.
+    model = Call(
+        lambda m, x: m.last(F.max_pool2d(F.pad(m.conv(x), (0, 1, 0, 1), value=-float("inf")), 3)),
+        conv=nn.Conv2d(4, 8, 3), last=nn.Conv2d(8, 4, 1),
+    )  # fmt: skip
+    converted = assert_matches(model, images(), fx=False)
+    assert_precision(converted, "conv2d", "int8", 2)
+    assert_precision(converted, "max_pool2d", "float", 1)
