@@ -266,7 +266,7 @@ class Frame:
     def finish(self) -> None:
         """The forward is over; in strict models it must have ended where a recorded path does."""
         left = self.index != len(self.hooks)
-        if (left or self.ran) and self.state.token.strict:
+        if (left or self.hooks is not self.known.usual) and self.state.token.strict:
             last = self.hooks[self.index - 1].op if self.index else None
             self.state.check_end(last, self.hooks[self.index].op if left else None)
 

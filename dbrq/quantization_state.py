@@ -160,10 +160,11 @@ class AutoQuantizationState(nn.Module):
         """Raise unless some recorded path ends where a run did, after ``last``."""
         ends = {path.ops[-1].place if path.ops else None for call in self.calls for path in call.paths}
         if (None if last is None else last.place) not in ends:
-            next_, after = expected or last, "" if expected else "what follows "
+            subject, before = (last, "what follows ") if expected is None else (expected, "")
+            assert subject is not None
             raise DeviationError(
-                "the run left the paths that were recorded", path=self.path, op=next_ and next_.path,
-                expected=next_ and f"{after}{next_.op} ({next_.path})", got="the end of forward",
+                "the run left the paths that were recorded", path=self.path, op=subject.path,
+                expected=f"{before}{subject.op} ({subject.path})", got="the end of forward",
                 hint="calibrate with inputs that take this path",
             )  # fmt: skip
 
