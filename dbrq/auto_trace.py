@@ -267,8 +267,10 @@ class Frame:
 
     def finish(self) -> None:
         """The forward is over; in strict models it must have ended where a recorded path does."""
-        if self.index != len(self.hooks) and self.state.token.strict:
-            self.state.check_end(self.hooks[self.index - 1].op if self.index else None, self.hooks[self.index].op)
+        left = self.index != len(self.hooks)
+        if (left or self.hooks is not self.known.usual) and self.state.token.strict:
+            last = self.hooks[self.index - 1].op if self.index else None
+            self.state.check_end(last, self.hooks[self.index].op if left else None)
 
 
 class RunCall(TorchFunctionMode):

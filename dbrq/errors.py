@@ -59,7 +59,7 @@ class NotCalibratedError(CalibrationError):
 
 
 class DeviationError(QuantizationError):
-    """A run left the path that was recorded: other, fewer or more ops."""
+    """A run of a strict model left the paths that were recorded."""
 
 
 class KernelInputError(QuantizationError):

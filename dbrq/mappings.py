@@ -434,8 +434,10 @@ def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
 
 def is_torch_leaf(module: nn.Module) -> bool:
     """Whether the module is torch's own and holds no others: its ops belong to the module that calls it."""
-    own = "forward" in module.__dict__
-    return not own and type(module).forward.__module__.startswith("torch.nn.modules") and not module._modules
+    if "forward" in module.__dict__ or module._modules:
+        return False
+    where = getattr(type(module).forward, "__module__", None) or ""  # None in code made by exec
+    return where.startswith("torch.nn.modules")
 
 
 @functools.lru_cache(maxsize=4096)

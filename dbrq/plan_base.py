@@ -182,11 +182,11 @@ class Plan:
     def unrecorded(self, tag: Tag, number: int | None = None) -> None:
         """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
         token = self.state.token
-        got = f"a value made by {tag!r}"
+        made = token.maker  # type: ignore[attr-defined]
         recorded = [t for t, expected in self._makers.items() if expected]
         if number is not None:
             recorded = [t for t, _ in self.reads[number].edges]
-        expected = "the value that " + " or ".join(map(repr, recorded)) + " made"
+        got, expected = made(tag), " or ".join(dict.fromkeys(map(made, recorded)))
         if token.strict:
             raise DeviationError(
                 "an op reads another value than was recorded",

@@ -164,13 +164,15 @@ class AutoQuantizationState(nn.Module):
             f"dbrq: {name} runs in float: {op} in module {self.path or '<root>'} is on a path that was not recorded",
         )  # fmt: skip
 
-    def check_end(self, last: SeenOp | None, expected: SeenOp) -> None:
+    def check_end(self, last: SeenOp | None, expected: SeenOp | None) -> None:
         """Raise unless some recorded path ends where a run did, after ``last``."""
         ends = {path.ops[-1].place if path.ops else None for call in self.calls for path in call.paths}
         if (None if last is None else last.place) not in ends:
+            subject, before = (last, "what follows ") if expected is None else (expected, "")
+            assert subject is not None
             raise DeviationError(
-                "the run left the paths that were recorded", path=self.path, op=expected.path,
-                expected=f"{expected.op} ({expected.path})", got="the end of forward",
+                "the run left the paths that were recorded", path=self.path, op=subject.path,
+                expected=f"{before}{subject.op} ({subject.path})", got="the end of forward",
                 hint="calibrate with inputs that take this path",
             )  # fmt: skip
 

@@ -134,6 +134,15 @@ class QuantizedModelToken(ModelToken):
         value = self.record.values.get(tag) if isinstance(tag, int) else None
         return None if value is None or value.producer is None else (value.producer.owner, value.producer.place)
 
+    def maker(self, tag: Tag) -> str:
+        """Who made a value, for messages."""
+        value = self.record.values.get(tag) if isinstance(tag, int) else None
+        if value is not None and value.is_input:
+            return "an input of the model"
+        if value is None or value.producer is None:
+            return "a constant" if tag is None else f"a value made by {tag!r}"
+        return f"the value that {value.producer.path} made"
+
     def qparams_of(self, tag: Tag) -> QParams | None:
         """qparams of the value that ``tag`` made, if anything reads or writes it as int8."""
         for op in self.record.hooked():

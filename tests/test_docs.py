@@ -1,8 +1,10 @@
-"""The documentation that is made from code is up to date, and the README's Python runs."""
+"""The documentation that is made from code is up to date, and the Python of the README and of docs runs."""
 
 import re
 import runpy
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -12,10 +14,12 @@ def test_ops_table_is_up_to_date():
     assert (ROOT / "docs" / "ops.md").read_text(encoding="utf-8") == made, "run python docs/make_ops.py"
 
 
-def test_python_of_the_readme_runs(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:dbrq. extra runs in float")
+@pytest.mark.parametrize("file, blocks", [("README.md", 3), ("docs/control_flow.md", 1)])
+def test_python_of_the_documentation_runs(file, blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 3
+    found = re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(found) >= blocks
     scope: dict = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
+    for block in found:
+        exec(compile(block, file, "exec"), scope)
