@@ -21,7 +21,7 @@ from .record import Read, SeenOp, Tag
 from .reference import run_float
 from .sites import Spot
 from .tensors import Int8Tensor, plain
-from .watch import activations, bind_leaf
+from .watch import bind_leaf
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -43,6 +43,7 @@ class Plan:
         self.deep = self.sited = self.any_time = False
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
         values = state.token.record.values  # type: ignore[attr-defined]
+        self._slots = sorted(op.slots())
         self._makers: dict[Tag, bool] = {values[vid].info.tag: True for _, vid in op.activations}
 
     def fits(self, bound: Sequence[Any]) -> bool:
@@ -90,7 +91,11 @@ class Plan:
 
     def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
         """What a float op makes of a value of unknown range has none either."""
-        for _, x in activations(self.row, bound):
+        values = bound[0] if self.row.name in ("cat", "stack") else bound
+        for slot in self._slots:
+            x = values[slot] if slot < len(values) else None
+            if not isinstance(x, Tensor) or (self._makers.get(call.tag_of(x)) and not self.any_time):
+                continue
             if x.is_floating_point() and (self.any_time or not self.expects(call.tag_of(x))):
                 call.unsure = call.strays = True
 
