@@ -18,7 +18,17 @@ from .plan_base import Plan, Quantized
 from .record import SeenOp, Tag
 from .tensors import Int8Tensor, plain
 from .watch import activations, constant
-from .weights import StoredWeight, Watched, is_weight, norm_scale, norm_shift, source_of, tensor_of
+from .weights import (
+    StoredWeight,
+    Watched,
+    is_weight,
+    levels_of,
+    norm_scale,
+    norm_shift,
+    rounds_to,
+    source_of,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -56,6 +66,7 @@ class ComputePlan(Plan):
         self.modules = state.token.modules  # type: ignore[attr-defined]
         assert op.weight is not None
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
+        self._levels = levels_of(op.qconfig)
         kept = op.weight.key in state.token.kept_weights  # type: ignore[attr-defined]
         self.replaced = {} if kept else self.modules[op.weight.path]._parameters
         self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = state.token.packed_for(op)  # type: ignore[attr-defined]
@@ -71,7 +82,13 @@ class ComputePlan(Plan):
 
     def fits(self, bound: Sequence[Any]) -> bool:
         settings = tuple(map(constant, bound[3:7]))
-        return settings == self.op.constants[3:7] and is_weight(bound[1], self.weight.ref, self.modules)
+        if settings != self.op.constants[3:7]:
+            return False
+        if not self.weight.ref.computed:
+            return is_weight(bound[1], self.weight.ref, self.modules)
+        with _disabled():
+            int8, scale = self.weight.int8(self.modules), self.weight.scale(self.modules)
+            return rounds_to(bound[1], int8, scale, *self._levels)
 
     def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
         if type(x) is Int8Tensor and x.data_u8 is not None:

@@ -181,6 +181,8 @@ class GraphRun(RunCall):
         if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
             return self._tagged(hook, self.recorder.call(func, args, kwargs))
         bound = spelling.bind(args, kwargs)
+        if hook.op.weight is not None and hook.op.weight.computed and self.recorder.depends(bound[1]):
+            return self._tagged(hook, self.recorder.call(func, args, kwargs))  # it comes from an input, this time
         inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(hook, bound[0], self._int8(hook, bound), inplace)
 

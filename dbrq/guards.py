@@ -87,7 +87,7 @@ def check_ready(ops: Iterable[SeenOp], modules: Mapping[str, nn.Module]) -> None
         if op.decision.precision != "int8":
             continue
         tensors = {(ref.path, ref.name): getattr(modules[ref.path], ref.name, None)
-                   for ref in (op.weight, op.bias, *op.norm) if ref is not None}  # fmt: skip
+                   for ref in (op.weight, op.bias, *op.norm, *op.sources) if ref is not None}  # fmt: skip
         if op.row.role is Role.RECURRENT and op.module is not None:
             tensors |= {(op.module, name): p for name, p in modules[op.module].named_parameters(recurse=False)}
         for (path, name), tensor in tensors.items():

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from .mappings import Role
-from .record import Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, Value
+from .record import VARYING_NUMBERS, Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, Value
 
 #: More paths through one call than these are counted no more; their ops are still known.
 MOST_PATHS = 100
@@ -82,6 +82,7 @@ class Joined:
         for vid, value in run.values.items():
             if vid in self.values:
                 self._note(self.record.values[self.values[vid]], value)
+        self._join_computed(comparable)
         for path, calls in run.calls.items():
             self._count_paths(path, calls)
         for place, numbers in run.numbers.items():
@@ -100,6 +101,18 @@ class Joined:
             self._take_over(op)
         else:
             self._add_to(known, op, comparable)
+
+    def _join_computed(self, comparable: bool) -> None:
+        """How weights are computed: as in the latest run, which has to be as in the others."""
+        varying = {key: why for key, why in self.run.varying.items() if comparable or why == VARYING_NUMBERS}
+        for key, how in self.run.computed.items():
+            known = self.record.computed.setdefault(key, how)
+            if known.exact != how.exact:
+                varying.setdefault(key, VARYING_NUMBERS)
+                self.record.computed[key] = how
+        if not varying.keys() <= self.record.varying.keys():
+            self.record.varying.update(varying)
+            self.changed = True
 
     def _take_over(self, op: SeenOp) -> None:
         self.changed = True

@@ -26,6 +26,7 @@ from .mappings import Role
 from .qconfigs import kind, symmetric_weight
 from .record import Decision, Read, Record, SeenOp, Step, Tag
 
+_MAKES_WEIGHTS = "it computes a weight, which is rounded as a whole"
 _SOFT = (Role.ELEMENTWISE, Role.POOL, Role.SHARE)
 
 
@@ -67,6 +68,7 @@ class Placement:
         self.forced = forced or {}  # id(op) -> reason
         self.reasons: dict[int, str] = {}
         self.modes: dict[int, str] = {}
+        self._weight_makers = self._find_weight_makers()
         self.hard = [op for op in record.hooked() if self._computes(op)]
         heads = [op for op in self.hard if op.row.name != "matmul"]
         self.chains: dict[int, list[SeenOp]] = {}
@@ -92,7 +94,7 @@ class Placement:
         mode, reason = kind(op.qconfig)
         if op.qconfig is None and self.record.default_recipe:
             reason = "the default recipe leaves it in float"
-        reason = self.forced.get(id(op), "") or reason or self._unfit(op, mode) or op.weight_problem
+        reason = self.forced.get(id(op), "") or reason or self._unfit(op, mode) or self._weight_problem(op)
         if reason:
             self.reasons[id(op)] = reason
             return False
@@ -112,6 +114,8 @@ class Placement:
             return "max_norm changes its weights in forward" if op.constants[3] is not None else ""
         if role is Role.RECURRENT:
             return "" if mode == "dynamic" else "recurrent layers take a dynamic qconfig"
+        if id(op) in self._weight_makers:
+            return _MAKES_WEIGHTS
         if op.row.name != "matmul" and not symmetric_weight(op.qconfig):
             return "its qconfig asks for affine weights, and kernels take symmetric int8"
         if op.row.name == "matmul":
@@ -134,6 +138,28 @@ class Placement:
         """
         constant = [self.record.values[vid].info.constant for _, vid in op.activations]
         return op.row.role is Role.COMPUTE and op.row.name != "matmul" and all(constant)
+
+    def _weight_problem(self, op: SeenOp) -> str:
+        if op.weight is None or not op.weight.computed:
+            return op.weight_problem
+        return self.record.varying.get(op.weight.key, "")
+
+    def _find_weight_makers(self) -> set[int]:
+        """Ops all of whose results are weights computed in forward, or go into those: they are int8 themselves."""
+        found: set[int] = set()
+        for op in reversed(self.record.ops):
+            values = [self.record.values[info.id] for info in op.outputs]
+            if values and all(
+                value.readers
+                and not value.is_output
+                and all(id(r) in found or self._reads_as_weight(r, value.info.id) for r in value.readers if r is not op)
+                for value in values
+            ):
+                found.add(id(op))
+        return found
+
+    def _reads_as_weight(self, op: SeenOp, vid: int) -> bool:
+        return op.weight is not None and op.weight.computed and vid not in (v for _, v in op.activations)
 
     def _may_be_soft(self, op: SeenOp) -> bool:
         if op.row.role not in _SOFT or id(op) in self.chained:
@@ -359,6 +385,8 @@ class Placement:
         reason = (
             self.reasons.get(id(op)) or op.row.reason or _FLOAT_REASONS.get(op.row.role, "no int8 kernel for this op")
         )
+        if id(op) in self._weight_makers:
+            reason = _MAKES_WEIGHTS
         return Decision(reason=reason)
 
     def _decide_chain(self, head: SeenOp, chain: list[SeenOp]) -> None:

@@ -161,8 +161,12 @@ class AutoQuantizationState(nn.Module):
             )  # fmt: skip
         self.token.warn_once(
             f"{op} {name}",
-            f"dbrq: {name} runs in float: {op} in module {self.path or '<root>'} is on a path that was not recorded",
+            f"dbrq: {name} runs in float: {op} in module {self.path or '<root>'} is on a path that was not recorded"
+            + (", or its weight is not computed as it was at conversion" if self._computes_weight(op) else ""),
         )  # fmt: skip
+
+    def _computes_weight(self, op: str) -> bool:
+        return any(o.op == op and o.weight is not None and o.weight.computed for o in self.ops())
 
     def check_end(self, last: SeenOp | None, expected: SeenOp | None) -> None:
         """Raise unless some recorded path ends where a run did, after ``last``."""

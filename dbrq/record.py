@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.ao.quantization import QConfig
 
 from .mappings import OpRow
 from .sites import Site, user_line
+
+if TYPE_CHECKING:
+    from .computed import Computed
 
 #: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for
 # constants.
@@ -38,7 +41,8 @@ class TensorInfo:
 class ParameterRef:
     """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant.
 
-    ``shape``, ``stride`` and ``offset`` of a part are those in the contiguous parameter.
+    ``shape``, ``stride`` and ``offset`` of a part are those in the contiguous parameter. A ``computed`` one is no
+    parameter, but what forward computes from parameters alone (computed.py); ``name`` is where conversion puts it.
     """
 
     path: str
@@ -47,6 +51,7 @@ class ParameterRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    computed: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -59,6 +64,9 @@ class ParameterRef:
     def __str__(self) -> str:
         return f"{self.path}.{self.name}".lstrip(".")
 
+
+#: Why a computed weight stays float that is not computed with the same numbers each time.
+VARYING_NUMBERS = "its weight is computed in forward, from numbers that are not always the same"
 
 #: One value whose qparams are meant, or several whose ranges together are.
 Key = int | tuple[int, ...]
@@ -160,6 +168,7 @@ class SeenOp:
         constants: bound arguments that are no tensors.
         other_constants: what they were on other runs.
         weight, bias: where they are registered; None with ``weight_problem`` if they cannot be.
+        sources: what a computed weight comes from, of type float32.
         bias_computed: its bias is no parameter, so it is added in float.
         is_module: whether the op is the leaf module itself, and not a function that the module calls.
         norm: running mean, running variance, weight and bias of a batch norm, and eps.
@@ -187,6 +196,7 @@ class SeenOp:
     weight: ParameterRef | None = None
     bias: ParameterRef | None = None
     weight_problem: str = ""
+    sources: tuple[ParameterRef, ...] = ()
     norm: tuple[ParameterRef | None, ...] = ()
     pad: tuple[tuple[int, ...], str] | None = None
     bias_computed: bool = False
@@ -312,6 +322,8 @@ class Record:
         calls: module path -> its calls, in order.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors, while watching
             and calibrating.
+        computed: (path, name) of each computed weight -> how the latest run computed it.
+        varying: those of them that are not the same in every run -> why.
         default_recipe: whether the user left the choice of qconfigs to dbrq.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """
@@ -322,6 +334,8 @@ class Record:
     constants: dict[tuple[SeenOp, int], int] = field(default_factory=dict)
     calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     parameter_names: dict[tuple[str, str], list[tuple[str, str]]] = field(default_factory=dict)
+    computed: dict[tuple[str, str], Computed] = field(default_factory=dict)
+    varying: dict[tuple[str, str], str] = field(default_factory=dict)
     default_recipe: bool = False
     numbers: dict[tuple[str, int], set[Any]] = field(default_factory=dict)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .auto_trace import InterceptedForward, active, hook_log, look, untagged
+from .computed import Computed, computed
 from .containers import tree_leaves, tree_map
 from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
 from .decompositions import decomposed
@@ -41,7 +42,19 @@ from .mappings import (
     mutates,
     reads_values,
 )
-from .record import ModuleStep, ParameterRef, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, TensorSpec, Value
+from .record import (
+    VARYING_NUMBERS,
+    ModuleStep,
+    ParameterRef,
+    Place,
+    Record,
+    SeenCall,
+    SeenOp,
+    Tag,
+    TensorInfo,
+    TensorSpec,
+    Value,
+)
 from .sites import border, site, user_line
 from .tensors import geometry_of
 
@@ -150,7 +163,9 @@ class Watch(TorchFunctionMode):
         self._occurrences: dict[tuple, int] = defaultdict(int)
         self._modules = modules
         self._computed: dict[tuple[str, str], Tensor] = {}
+        self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
         self._parameters = self._find_parameters()
+        self._before = {key: _identity(self._registered(key)) for key in self._parameters.values()}
 
     def _find_parameters(self) -> dict[int, tuple[str, str]]:
         found: dict[int, tuple[str, str]] = {}
@@ -180,6 +195,7 @@ class Watch(TorchFunctionMode):
                     for leaf in tree_leaves(output):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
+                    self._find_varying()
                 return tree_map(untagged, output)
         finally:
             active.call = previous
@@ -321,6 +337,9 @@ class Watch(TorchFunctionMode):
             written = args[0]
         seen = self._see(started, row, name, _spelled(func), args, kwargs, output, bound, self.leaf, written)
         self._keep(seen, stashed)
+        if not seen.inplace and written is None:
+            for tensor, how in computed(func, args, kwargs, output, self._source):
+                self._made_of_parameters[self._value(tensor).info.id] = how
         return output
 
     def _run(
@@ -365,7 +384,7 @@ class Watch(TorchFunctionMode):
             and (is_module or any(i.dtype.is_floating_point for i in inputs))
         )
         weight = None
-        if row.takes_weight and not is_module and (ref := self._parameter(bound[1])) is not None:
+        if row.takes_weight and not is_module and (ref := self._weight(row, bound[1])) is not None:
             weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
         whole = is_module or (module is not None and module.opaque)
         place = Place(op, site(), module.path if whole else None, weight)  # type: ignore[union-attr]
@@ -457,9 +476,11 @@ class Watch(TorchFunctionMode):
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )
         if row.role in (Role.COMPUTE, Role.EMBEDDING) and row.name != "matmul" and len(bound) > 1:
-            seen.weight = self._parameter(bound[1])
+            seen.weight = self._weight(row, bound[1])
             if seen.weight is None:
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
+            elif seen.weight.computed:
+                self._keep_computed(seen, bound[1])
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
                 seen.bias_computed = seen.bias is None
@@ -564,14 +585,68 @@ class Watch(TorchFunctionMode):
         key = None if storage is None else self._parameters.get(storage)
         if key is None or tensor.dtype is not torch.float32:
             return None
+        return self._part(key, tensor)
+
+    def _part(self, key: tuple[str, str], tensor: Tensor) -> ParameterRef | None:
+        registered = self._registered(key)
+        geometry = geometry_of(tensor)
+        if registered is None or (geometry != geometry_of(registered) and not registered.is_contiguous()):
+            return None
+        return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
+
+    def _registered(self, key: tuple[str, str]) -> Tensor | None:
         owner = self._modules[key[0]]
         registered = owner._parameters.get(key[1])
         registered = owner._buffers.get(key[1]) if registered is None else registered
-        registered = self._computed[key] if registered is None else registered
-        geometry = geometry_of(tensor)
-        if geometry != geometry_of(registered) and not registered.is_contiguous():
+        return self._computed.get(key) if registered is None else registered
+
+    # Weights computed from parameters alone
+
+    def _source(self, tensor: Tensor) -> Computed | ParameterRef | None:
+        """How a tensor comes from parameters and buffers alone; None if it does not."""
+        storage = _storage(tensor)
+        key = None if storage is None else self._parameters.get(storage)
+        if key is not None:
+            registered = self._registered(key)
+            return self._part(key, tensor) if registered is not None and registered.dtype is tensor.dtype else None
+        vid = self._lookup(tensor)
+        if vid is None or self.record.values[vid].aliased_mutation:
             return None
-        return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
+        return self._made_of_parameters.get(vid)
+
+    def _weight(self, row: OpRow, tensor: Any) -> ParameterRef | None:
+        """The parameter that a weight is, or what it is computed from parameters as."""
+        ref = self._parameter(tensor)
+        if ref is not None or row.role is not Role.COMPUTE or not isinstance(tensor, Tensor):
+            return ref
+        how = self._source(tensor)
+        if not isinstance(how, Computed) or tensor.dtype is not torch.float32:
+            return None
+        assert self.frame is not None
+        return how.ref(tensor.shape, self.frame.path)
+
+    def _keep_computed(self, seen: SeenOp, weight: Tensor) -> None:
+        how, ref = self._source(weight), seen.weight
+        assert isinstance(how, Computed) and ref is not None
+        kept = self.record.computed.setdefault(ref.key, how)
+        if kept.exact != how.exact:
+            self.record.varying[ref.key] = VARYING_NUMBERS
+        seen.sources = tuple(
+            ref for ref in how.sources if (t := self._registered(ref.key)) is not None and t.dtype is torch.float32
+        )
+
+    def _find_varying(self) -> None:
+        """Weights computed from what forward changes are others in the next run."""
+        for key, how in self.record.computed.items():
+            now = {ref.key: _identity(self._registered(ref.key)) for ref in how.sources}
+            if any(self._before.get(source, identity) != identity for source, identity in now.items()):
+                self.record.varying[key] = "its weight is computed in forward, from buffers that forward changes"
+
+
+def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
+    if tensor is None:
+        return None
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
 def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:

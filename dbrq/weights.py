@@ -48,6 +48,22 @@ def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> 
     return same_memory and geometry_of(tensor) == (geometry_of(registered) if ref.whole else ref.geometry)
 
 
+def rounds_to(tensor: Any, int8: Tensor, scale: Tensor, low: int, high: int) -> bool:
+    """Whether a computed weight is the one that ``int8`` was made of: it rounds to that, give or take the last bits,
+    which depend on the order of sums.
+    """
+    if not isinstance(tensor, Tensor) or tensor.shape != int8.shape or tensor.dtype is not torch.float32:
+        return False
+    levels = torch.clamp(tensor.detach() / along(scale, 0, tensor.dim()), low, high)
+    return bool((levels - int8).abs().max() <= 0.51) if int8.numel() else True
+
+
+def levels_of(qconfig: Any) -> tuple[int, int]:
+    """The least and the greatest integer that a weight is rounded to."""
+    observer = _observer(qconfig, None)
+    return max(observer.quant_min, -128), min(observer.quant_max, 127)
+
+
 def norm_scale(step: Step, modules: dict[str, nn.Module]) -> Tensor:
     """What a batch norm multiplies each channel by, float32 ``[channels]``."""
     _, variance, weight, _ = step.norm
@@ -157,8 +173,11 @@ def convert_weights(
     for key, ops in readers.items():
         op = next((o for o in ops if o.row.role is Role.COMPUTE), ops[0])
         owner = modules[key[0]]
-        parameter = owner._parameters.get(key[1])
-        parameter = owner._buffers[key[1]] if parameter is None else parameter
+        if key in record.computed:
+            parameter = record.computed[key].value(modules)
+        else:
+            parameter = owner._parameters.get(key[1])
+            parameter = owner._buffers[key[1]] if parameter is None else parameter
         assert parameter is not None and op.qconfig is not None
         found = {channel_axis(parameter.shape, o.weight, o.row.weight_axis) for o in ops if o.weight}
         axis = found.pop() if len(found) == 1 else None
@@ -166,7 +185,7 @@ def convert_weights(
         axes[key] = axis if values["scale"].numel() > 1 else None
         for suffix, tensor in values.items():
             owner.register_buffer(f"{key[1]}_{suffix}", tensor)
-        if key not in needed:
+        if key not in needed and key not in record.computed:
             for path, name in record.parameter_names.get(key, [key]):
                 _forget(modules[path], name)
                 modules[path].__dict__[name] = Int8Weight.whole(owner, key[1], axes[key])

@@ -112,6 +112,7 @@ class QuantizedModelToken(ModelToken):
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""
         self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
+        self.record.computed = {}
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
