@@ -21,7 +21,8 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,6 +194,32 @@ class InterceptedForward:
         return self.previous or type(self.module).forward.__get__(self.module)
 
 
+class Came:
+    """The places that a run came through in one call of a module, in any order.
+
+    Attributes:
+        counts: how often through each.
+    """
+
+    __slots__ = ("_hashes", "_number", "counts")
+
+    def __init__(self) -> None:
+        self.counts: Counter[Place] = Counter()
+        self._number = self._hashes = 0
+
+    def through(self, hooks: Iterable[Hook]) -> None:
+        for hook in hooks:
+            place = hook.op.place
+            self.counts[place] += 1
+            self._number += 1
+            self._hashes += hash(place)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Stands for all of ``counts``, whatever their order."""
+        return self._number, self._hashes
+
+
 class Frame:
     """One call of one module in a run: the hooks of the recorded path that it follows, and how far it has come.
 
@@ -201,16 +228,16 @@ class Frame:
         known: the hooks of this call.
         hooks, index: the path followed, and the op expected next.
         start: where the code branched to that path, and ...
-        ran: ... the places that it came through before.
+        came: ... the places that it came through before, None if it has not branched yet.
         lenient: an op of the kind that is expected will do, wherever in the code it is.
     """
 
-    __slots__ = ("hooks", "index", "known", "lenient", "ran", "start", "state")
+    __slots__ = ("came", "hooks", "index", "known", "lenient", "start", "state")
 
     def __init__(self, state: AutoQuantizationState, known: Hooks, lenient: bool = False) -> None:
         self.state, self.known, self.lenient = state, known, lenient
         self.hooks, self.index, self.start = known.usual, 0, 0
-        self.ran: list[Place] = []
+        self.came: Came | None = None
 
     def leaf(self, row: OpRow, path: str) -> Hook | None:
         """The hook of a leaf module that runs now; None if it was never recorded."""
@@ -255,11 +282,13 @@ class Frame:
 
     def _branch(self, places: list[Place]) -> Hook | None:
         """Go on where one of ``places`` was recorded, if one was."""
-        ran = self.ran + [hook.op.place for hook in self.hooks[self.start : self.index]]
+        if self.came is None:
+            self.came = Came()
+        self.came.through(self.hooks[self.start : self.index])
+        self.start = self.index
         for place in places:
-            found = self.known.find(place, ran)
+            found = self.known.find(place, self.came)
             if found is not None:
-                self.ran = ran
                 self.hooks, self.start = found
                 self.index = self.start + 1
                 return self.hooks[self.start]

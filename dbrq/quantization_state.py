@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .auto_trace import InterceptedForward, ModelToken, RunCall
+from .auto_trace import Came, InterceptedForward, ModelToken, RunCall
 from .errors import DeviationError
 from .kernels import QParams, together
 from .mappings import OpRow, Spelling
 from .record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
-from .sites import Spot, site
+from .sites import Site, Spot, site
 
 
 class Part(Protocol):
@@ -58,6 +58,10 @@ class Hook(Protocol):
     def fits(self, bound: Sequence[Any]) -> bool: ...
 
 
+#: A loop that runs on is looked ahead for this many ops at most.
+_AHEAD = 64
+
+
 class Hooks:
     """The op hooks of one call of a module.
 
@@ -67,24 +71,25 @@ class Hooks:
 
     def __init__(self, state: AutoQuantizationState, paths: Sequence[list[Hook]], usual: int) -> None:
         self.state, self.usual = state, paths[usual] if paths else []
-        self._at: dict[tuple[Place, int], list[tuple[list[Hook], int]]] = {}
+        self._at: dict[tuple[Place, int], dict[tuple[int, int], tuple[list[Hook], int]]] = {}
         for hooks in paths:
+            came = Came()
             for position, hook in enumerate(hooks):
-                self._at.setdefault((hook.op.place, hook.op.nth), []).append((hooks, position))
+                self._at.setdefault((hook.op.place, hook.op.nth), {}).setdefault(came.key, (hooks, position))
+                came.through([hook])
 
-    def find(self, place: Place, ran: list[Place]) -> tuple[list[Hook], int] | None:
-        """Where a run that came through ``ran`` goes on at ``place``: on a recorded path that came through the same;
-        else at that op, whatever follows; else, as it was not met so often, in hooks that serve any time and any call.
+    def find(self, place: Place, came: Came) -> tuple[list[Hook], int] | None:
+        """Where a run goes on at ``place``: on a recorded path that came through the same; else at that op, whatever
+        follows; else, as it was not met so often, in hooks that serve any time and any call.
         """
-        counts = Counter(ran)
-        known = self._at.get((place, counts[place]))
+        known = self._at.get((place, came.counts[place]))
         if known is None:
-            return self._on_and_on(place, counts)
-        for hooks, position in known:
-            if position == len(ran) and Counter(hook.op.place for hook in hooks[:position]) == counts:
-                return hooks, position
-        hooks, position = known[0]
-        return [hooks[position]], 0
+            return self._on_and_on(place, came.counts.copy())
+        found = known.get(came.key)
+        if found is None:
+            hooks, position = next(iter(known.values()))
+            return [hooks[position]], 0
+        return found
 
     def _on_and_on(self, place: Place, counts: Counter[Place]) -> tuple[list[Hook], int] | None:
         """Hooks for a loop that runs on at ``place``, up to what it never ran on to."""
@@ -93,7 +98,7 @@ class Hooks:
             return None
         hooks, position = found
         body = []
-        for hook in hooks[position:]:
+        for hook in hooks[position : position + _AHEAD]:
             its = hook.op.place
             if (its, counts[its]) in self._at:
                 break
@@ -136,6 +141,7 @@ class AutoQuantizationState(nn.Module):
         self._any_lists: dict[tuple[int, int], list[Hook]] = {}
         self._leaves: dict[str, list[Place]] = {}
         self._functions: dict[tuple[str, Any], list[tuple[Place, Hook]]] = {}
+        self._shared: tuple[dict[Site, set[Site]], dict[str, set[Place]]] | None = None
 
     # What was seen
 
@@ -226,15 +232,24 @@ class AutoQuantizationState(nn.Module):
         if hook is None:
             from .plans import plan
 
-            hook = self._plans[op] = plan(self, op)
-            hook.deep = self._is_deep(op)
-            hook.sited = op.leaf is not None and any(o.leaf == op.leaf and o.place != op.place for o in self.ops())
+            hook = plan(self, op)
+            sites, places = self._sharing()
+            hook.deep = len(sites[op.place.site[:1]]) > 1
+            hook.sited = op.leaf is not None and len(places[op.leaf]) > 1
+            self._plans[op] = hook  # not before: other threads take it from here
         return hook
 
-    def _is_deep(self, op: SeenOp) -> bool:
-        """Whether another op here is written on the same innermost line, but called from elsewhere."""
-        where = op.place.site
-        return any(o.place.site != where and o.place.site[:1] == where[:1] for o in self.ops())
+    def _sharing(self) -> tuple[dict[Site, set[Site]], dict[str, set[Place]]]:
+        """Innermost line -> the sites there, which differ by what they are called from; leaf module -> its places."""
+        if self._shared is None:
+            sites: dict[Site, set[Site]] = {}
+            places: dict[str, set[Place]] = {}
+            for op in self.ops():
+                sites.setdefault(op.place.site[:1], set()).add(op.place.site)
+                if op.leaf is not None:
+                    places.setdefault(op.leaf, set()).add(op.place)
+            self._shared = sites, places
+        return self._shared
 
     def any_hooks(self) -> dict[Place, tuple[list[Hook], int]]:
         """Hooks for when a loop runs on, or the module is called again: place -> one that serves any time and any
@@ -243,19 +258,21 @@ class AutoQuantizationState(nn.Module):
         if self._any is None:
             with torch._C.DisableTorchFunction():
                 times: dict[Place, list[SeenOp]] = {}
-                self._leaves = {}
+                leaves: dict[str, list[Place]] = {}
                 for op in self.ops():
                     times.setdefault(op.place, []).append(op)
-                    if op.leaf is not None and op.place not in self._leaves.setdefault(op.leaf, []):
-                        self._leaves[op.leaf].append(op.place)
+                    if op.leaf is not None and op.place not in leaves.setdefault(op.leaf, []):
+                        leaves[op.leaf].append(op.place)
                 made = {place: self._plan_any(ops) for place, ops in times.items()}
                 found: dict[Place, tuple[list[Hook], int]] = {}
+                lists: dict[tuple[int, int], list[Hook]] = {}
                 for number, call in enumerate(self.calls):
                     for i, path in enumerate(call.paths):
-                        hooks = self._any_lists[number, i] = [made[op.place] for op in path.ops]
+                        hooks = lists[number, i] = [made[op.place] for op in path.ops]
                         for position, op in enumerate(path.ops):
                             found.setdefault(op.place, (hooks, position))
-                self._any = found
+                self._any_lists, self._leaves = lists, leaves
+                self._any = found  # last: other threads take it for a sign that all is there
         return self._any
 
     def _plan_any(self, ops: Sequence[SeenOp]) -> Hook:
@@ -288,8 +305,8 @@ class AutoQuantizationState(nn.Module):
         self._forget()
 
     def __getstate__(self) -> dict:
-        derived = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_leaves": {}, "_functions": {}}
-        return {**self.__dict__, **derived}
+        derived: dict[str, Any] = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_leaves": {}}
+        return {**self.__dict__, **derived, "_functions": {}, "_shared": None}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
         new = self.__class__.__new__(self.__class__)

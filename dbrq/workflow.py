@@ -34,7 +34,7 @@ from .paths import Joined, Union
 from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, as_mapping
 from .quantization_state import AutoQuantizationState, Hook
-from .record import Record, SeenOp, Tag
+from .record import Key, Record, SeenOp, Tag
 from .recurrent import recurrent_weights
 from .watch import Watch, intercept, watch
 from .weights import convert_recurrent, convert_weights, trained_qparams
@@ -73,9 +73,10 @@ class QuantizedModelToken(ModelToken):
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
         self._packed: dict[tuple, dict] = {}
+        self._kept: dict[Tag, tuple[str, Key]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": {}}
+        return {**self.__dict__, "_packed": {}, "_kept": None}
 
     # Runs
 
@@ -146,14 +147,17 @@ class QuantizedModelToken(ModelToken):
 
     def qparams_of(self, tag: Tag) -> QParams | None:
         """qparams of the value that ``tag`` made, if anything reads or writes it as int8."""
-        for op in self.record.hooked():
-            edges = [edge for read in op.decision.reads for edge in read.edges]
-            if op.decision.writes is not None:
-                edges.append((op.result.tag, op.decision.writes))
-            for known, key in edges:
-                if known == tag:
-                    return self.states[op.owner].qparams(key)
-        return None
+        if self._kept is None:
+            kept: dict[Tag, tuple[str, Key]] = {}
+            for op in self.record.hooked():
+                edges = [edge for read in op.decision.reads for edge in read.edges]
+                if op.decision.writes is not None:
+                    edges.append((op.result.tag, op.decision.writes))
+                for known, key in edges:
+                    kept.setdefault(known, (op.owner, key))
+            self._kept = kept
+        found = self._kept.get(tag)
+        return None if found is None else self.states[found[0]].qparams(found[1])
 
     def packed_for(self, op: SeenOp) -> dict:
         """Where the packed weight of an op is kept, for all ops that pack it in the same way."""
