@@ -595,10 +595,12 @@ class Watch(TorchFunctionMode):
         return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
 
     def _registered(self, key: tuple[str, str]) -> Tensor | None:
-        owner = self._modules[key[0]]
-        registered = owner._parameters.get(key[1])
-        registered = owner._buffers.get(key[1]) if registered is None else registered
-        return self._computed.get(key) if registered is None else registered
+        path, name = key
+        owner = self._modules[path]
+        for held in (owner._parameters, owner._buffers):  # of a ScriptModule they have no get
+            if name in held and held[name] is not None:
+                return held[name]
+        return self._computed.get(key)
 
     # Weights computed from parameters alone
 

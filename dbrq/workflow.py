@@ -32,7 +32,7 @@ from .observers import observed
 from .observing import Observing
 from .paths import Joined, Union
 from .placement import Observation, Placement
-from .qconfigs import QConfigResolver, as_mapping
+from .qconfigs import QConfigResolver, as_mapping, kind
 from .quantization_state import AutoQuantizationState, Hook
 from .record import Key, Record, SeenOp, Tag
 from .recurrent import recurrent_weights
@@ -301,7 +301,9 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
         token.observers[observation.key] = observer
         token.states[op.owner].observers[str(observation.key)] = observer
     for op in token.record.hooked():
-        if op.decision.precision == "int8" and op.weight is not None and op.decision.mode == "static" and op.qconfig:
+        if op.decision.precision != "int8" or op.weight is None or op.qconfig is None:
+            continue
+        if op.decision.mode == "static" or kind(op.qconfig)[0] == "static":
             known = trained[op.owner]
             weight = known[op.module_key] if op.module_key in known else op.qconfig.weight()
             if hasattr(weight, "fake_quant_enabled"):

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import pickle
 import warnings
 
 import pytest
@@ -189,6 +190,19 @@ def test_computed_weight_is_that_of_the_trained_parameters():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sqnr(run(prepared, x), run(converted, x)) > 30
+
+
+def test_prepared_model_with_a_computed_weight_can_be_pickled():
+    model, x = Call(_rows_of_product, weight=nn.Parameter(torch.randn(4, 6))), torch.randn(5, 4)
+    prepared = dbrq.prepare(model, x)
+    run(prepared, x)
+    converted = dbrq.convert(pickle.loads(pickle.dumps(prepared)))
+    assert_precision(converted, "linear", "int8", 1)
+    assert sqnr(run(model, x), run(converted, x)) > 30
+
+
+def _rows_of_product(m, x):
+    return F.linear(x, (1 - m.weight).T * 2)
 
 
 def test_computed_weight_in_quantization_aware_training():
