@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
+from .arguments import activations, constant
 from .auto_trace import TAG, UNSURE, InterceptedForward, RunCall
 from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
@@ -17,7 +18,6 @@ from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .record import SeenOp, Tag
 from .tensors import Int8Tensor, plain
-from .watch import activations, constant
 from .weights import (
     StoredWeight,
     Watched,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import moves
+from .arguments import bind_leaf
 from .auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
 from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
@@ -33,7 +34,6 @@ from .reference import run_float
 from .sites import border, user_line
 from .symbols import Traced
 from .tensors import Int8Weight
-from .watch import bind_leaf
 from .weights import norm_scale, norm_shift, tensor_of
 
 _GO_ON = object()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .arguments import bind_leaf
 from .auto_trace import INT8, TAG, UNSURE, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError
@@ -21,7 +22,6 @@ from .record import Read, SeenOp, Tag
 from .reference import run_float
 from .sites import Spot
 from .tensors import Int8Tensor, plain
-from .watch import bind_leaf
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from .arguments import activations, bind_leaf, constant, macs, specified
 from .auto_trace import InterceptedForward, active, hook_log, look, untagged
 from .computed import Computed, computed
 from .containers import tree_leaves, tree_map
@@ -52,7 +53,6 @@ from .record import (
     SeenOp,
     Tag,
     TensorInfo,
-    TensorSpec,
     Value,
 )
 from .sites import border, site, user_line
@@ -260,7 +260,7 @@ class Watch(TorchFunctionMode):
             inside = f"{intercepted.path}." if intercepted.path else ""
             call = SeenCall(
                 input_tags={n: tuple(self._value(t).info.tag for t in ts) for n, ts in tensors.items()},
-                arguments=_specified(args, kwargs),
+                arguments=specified(args, kwargs),
                 before={path: len(its) for path, its in self.record.calls.items() if path.startswith(inside)},
             )
         calls.append(call)
@@ -459,7 +459,7 @@ class Watch(TorchFunctionMode):
             query, key = inputs[0].shape, inputs[1].shape
             seen.macs = 2 * math.prod(query) * key[-2]
         elif (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
-            seen.macs = _macs(row, seen, bound, module)
+            seen.macs = macs(row, seen, bound, module)
         self.record.ops.append(seen)
         known = started.known
         if known is not None:
@@ -651,83 +651,12 @@ def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
     return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
-def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
-    """A leaf module's call as a list in its row's order."""
-    module = intercepted.module
-    first = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
-    if isinstance(module, nn.EmbeddingBag):
-        given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
-        offsets, per_sample = given.get("offsets"), given.get("per_sample_weights")
-        return [
-            given["input"],
-            module.weight,
-            offsets,
-            module.max_norm,
-            module.norm_type,
-            module.scale_grad_by_freq,
-            module.mode,
-            module.sparse,
-            per_sample,
-            module.include_last_offset,
-            module.padding_idx,
-        ]
-    return [first, *(getattr(module, name) for name in intercepted.attributes)]
-
-
-def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """The arguments of an op that are data, each with its slot: a bound position, or an index into the list of
-    ``cat``.
-    """
-    if row.role is Role.ELEMENTWISE or row.name == "matmul":
-        candidates: list[Any] = list(bound[:2])
-    elif row.name in ("cat", "stack"):
-        candidates = list(bound[0])
-    elif row.role is Role.EMBEDDING:
-        candidates = []
-    else:
-        candidates = list(bound[:1])
-    return [(slot, t) for slot, t in enumerate(candidates) if isinstance(t, Tensor)]
-
-
 def _storage(tensor: Tensor) -> int | None:
     """Identifies the memory of a tensor; None for those without (sparse ones, and those inside vmap)."""
     try:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _specified(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """A call's arguments with specs for tensors; None if that is not all they are made of."""
-    plain = True
-
-    def specify(leaf: Any) -> Any:
-        nonlocal plain
-        if isinstance(leaf, Tensor):
-            return TensorSpec(tuple(leaf.shape), leaf.dtype)
-        plain = plain and (leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)))
-        return leaf
-
-    specified = tree_map(specify, (args, dict(kwargs)))
-    return specified if plain else None
-
-
-def constant(value: Any) -> Any:
-    """An argument as the record keeps it: plain values, None for tensors and anything else."""
-    if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:
-        return value
-    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
-        return tuple(value)
-    return None
-
-
-def _macs(row: OpRow, seen: SeenOp, bound: Sequence[Any], module: InterceptedForward | None) -> int:
-    """Multiply-accumulates: elements times the weights that each takes part in."""
-    if row.name == "matmul":
-        return math.prod(seen.result.shape) * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
-    weight = bound[1] if len(bound) > 1 else module.module.weight  # type: ignore[union-attr]
-    transposed = row.role is Role.FLOAT  # there each input element meets weights, not each output element
-    return math.prod(seen.inputs[0].shape if transposed else seen.result.shape) * math.prod(weight.shape[1:])
 
 
 def _spelled(func: Callable) -> str:

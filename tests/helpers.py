@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import dbrq
 from dbrq import kernels
+from dbrq.arguments import activations
 from dbrq.attachment import state_of
 from dbrq.containers import call_arguments, tree_leaves, tree_map
 from dbrq.decompositions import multi_head_attention_forward
@@ -27,7 +28,6 @@ from dbrq.kernels import QParams
 from dbrq.mappings import FUNCTIONS, Role
 from dbrq.record import SeenOp
 from dbrq.report import ReportRow
-from dbrq.watch import activations
 
 #: CONFORMANCE.md: within one step for this share of the elements.
 AGREEING = 0.999
