@@ -44,7 +44,14 @@ class Observing:
         self, op: SeenOp, edges: Sequence[tuple[int, int, Tensor]], bound: list[Any], original: Callable, inplace: bool
     ) -> Any:
         """``op`` on what it reads, as (slot, value id, elements); in training with fake quantize, on quantized ones."""
-        bound, changed = list(bound), False
+        bound = list(bound)
+        with self.token.lock:
+            changed = self._observe(op, edges, bound, inplace)
+        return run_float(op.row, bound, op.pad) if changed else original()
+
+    def _observe(self, op: SeenOp, edges: Sequence[tuple[int, int, Tensor]], bound: list[Any], inplace: bool) -> bool:
+        """Observe what ``op`` reads; whether that put anything quantized into ``bound``."""
+        changed = False
         for slot, vid, x in edges:
             found = self._observer(op, vid, x)
             if found is None:
@@ -65,7 +72,7 @@ class Observing:
                 refuse_checkpoint(op, Watch.run.__code__)
             bound[1] = self._fake_weight(op, weight_fake_quant, bound[1])
             changed = True
-        return run_float(op.row, bound, op.pad) if changed else original()
+        return changed
 
     def stash(self, op: SeenOp, values: Sequence[tuple[int, Tensor]]) -> None:
         self.stashed += [(op, vid, x) for vid, x in values]

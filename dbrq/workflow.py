@@ -39,8 +39,6 @@ from .recurrent import recurrent_weights
 from .watch import Watch, intercept, watch
 from .weights import convert_recurrent, convert_weights, trained_qparams
 
-_joining = threading.Lock()
-
 
 class QuantizedModelToken(ModelToken):
     """What the intercepted modules of one prepared or converted model share.
@@ -56,6 +54,7 @@ class QuantizedModelToken(ModelToken):
         weight_axes: canonical place of each int8 weight -> axis of its scales.
         kept_weights: those of them that stay as float parameters too, for ops in float.
         states: module path -> state.
+        lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
 
     def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver) -> None:
@@ -72,11 +71,15 @@ class QuantizedModelToken(ModelToken):
         self.kept_weights: set[tuple[str, str]] = set()
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
+        self.lock = threading.RLock()
         self._packed: dict[tuple, dict] = {}
         self._kept: dict[Tag, tuple[str, Key]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": {}, "_kept": None}
+        return {**self.__dict__, "_packed": {}, "_kept": None, "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.RLock())
 
     # Runs
 
@@ -88,7 +91,7 @@ class QuantizedModelToken(ModelToken):
         observing = Observing(self)
         watch = Watch(self.modules, self, observing, active.log)
         output = watch.run(intercepted, args, kwargs)
-        with _joining, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             if not self._was_cast():  # else nothing can be learnt of it
                 self._join(watch, observing, comparable=not intercepted.module.training)
         self.runs += 1
@@ -151,7 +154,7 @@ class QuantizedModelToken(ModelToken):
             kept: dict[Tag, tuple[str, Key]] = {}
             for op in self.record.hooked():
                 edges = [edge for read in op.decision.reads for edge in read.edges]
-                if op.decision.writes is not None:
+                if op.decision.writes is not None and not op.decision.chain:  # else its last op writes
                     edges.append((op.result.tag, op.decision.writes))
                 for known, key in edges:
                     kept.setdefault(known, (op.owner, key))

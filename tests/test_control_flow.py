@@ -4,12 +4,15 @@ The models and their runs are in ``control_flow_models.py``. int8 kernels are co
 count holds whatever calls them.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
 import pickle
 import re
+import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from control_flow_models import CASES, Case, D, Named, Off, Run, data, linears, trips
+from control_flow_models import CASES, Case, D, Named, Off, Run, data, even, linears, trips
 from helpers import assert_same_containers, assert_same_tree, floats, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
@@ -888,3 +891,138 @@ def test_the_table_is_large_and_varied():
     assert len(CASES) >= 50 and all(isinstance(case, Case) and case.recorded for case in CASES.values())
     assert sum(bool(case.off) for case in CASES.values()) >= 25
     assert sum(bool(case.served) for case in CASES.values()) >= 10
+
+
+def test_threads_that_come_first_make_the_hooks_together():
+    case, quantized = CASES["module body"], quantized_model("module body")
+    runs = [*case.recorded, *case.served]
+    expected = [call(quantized, run) for run in runs]
+    for _ in range(5):
+        assert not in_threads(runs, copy.deepcopy(quantized), expected)
+
+
+@pytest.mark.parametrize("name", ["branch on data", "module body", "tree", "two calls of a child", "router, top k"])
+def test_threads_calibrate_one_model(name):
+    case, model = CASES[name], float_model(name)
+    prepared = dbrq.prepare(model, case.recorded[0].args)
+    runs = [run for run in case.recorded if not run.attributes]
+    assert not in_threads(runs, prepared)
+    quantized = dbrq.convert(prepared)
+    for run in runs:
+        assert_int8(model, quantized, run)
+
+
+def in_threads(runs: list[Run], model: nn.Module, expected: list | None = None) -> list:
+    """Each run in a thread of its own, all at once, switching often; what went wrong."""
+    wrong: list = []
+    barrier = threading.Barrier(len(runs))
+
+    def work(number: int) -> None:
+        try:
+            barrier.wait()
+            got = call(model, runs[number])
+            if expected is not None:
+                assert_equal(got, expected[number])
+        except BaseException as error:
+            wrong.append((number, error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(runs))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    return wrong
+
+
+# Long loops, odd code
+
+
+class Long(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = even(linears(2))
+        self.weight = nn.Parameter(self.body.weight.detach().clone())
+
+    def forward(self, x, trips):
+        h = x
+        for _ in range(trips):
+            h = torch.relu(F.linear(torch.relu(self.body(h)), self.weight))
+            h = h / h.abs().amax()
+        return self.out(h)
+
+
+def test_a_trip_takes_as_long_however_many_there_are():
+    quantized = dbrq.convert(calibrated(Long().eval(), trips(3)))
+
+    def per_trip(count: int) -> float:
+        call(quantized, run := trips(count)[0])
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call(quantized, run)
+            times.append(time.perf_counter() - start)
+        return min(times) / count
+
+    assert per_trip(3000) < 4 * per_trip(150)
+
+
+def test_many_recorded_trips_are_found_quickly():
+    """Hooks of n ops are made in time n."""
+    quantized = dbrq.convert(calibrated(Long().eval(), trips(300)))
+    with profile_calls() as calls:
+        call(quantized, trips(300)[0])
+    assert calls() < 3000 * 300
+
+
+@contextlib.contextmanager
+def profile_calls():
+    """Counts calls of Python functions."""
+    count = 0
+
+    def tick(frame, event, arg) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(tick)
+    try:
+        yield lambda: count
+    finally:
+        sys.setprofile(None)
+
+
+def test_what_a_fusion_leaves_out_has_no_range():
+    """linear-relu fuses; another call of the layer reads what is before the relu, which was never seen alone."""
+
+    class Again(Named):
+        def forward(self, x, again):
+            h = self.a(x)
+            h = self.b(h)
+            h = self.b(h) if again else torch.relu(h)
+            return h * 1.0
+
+    model = Again().eval()
+    quantized = dbrq.convert(calibrated(model, trips(False)))
+    got, messages = heard(quantized, run := trips(True)[0])
+    assert worst(call(model, run), got) >= GOOD
+    assert_warned(messages, Off(run, None))
+
+
+def test_classes_made_by_exec():
+    source = (
+        "class Made(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)\n"
+        "    def forward(self, x, long):\n"
+        "        h = torch.relu(self.a(x))\n"
+        "        return self.b(torch.relu(h + x)) if long else self.b(h)\n"
+    )
+    scope: dict = {"nn": nn, "torch": torch, "__builtins__": __builtins__}  # and no __name__
+    exec(compile(source, "<ipython-input-3-abc>", "exec"), scope)
+    model = scope["Made"]().eval()
+    quantized = dbrq.convert(calibrated(model, trips(False, True)))
+    for run in trips(False, True):
+        assert_int8(model, quantized, run)
