@@ -1,4 +1,4 @@
-"""What ops and modules are called with: arguments in a row's order, the tensors among them, what is kept of the rest."""
+"""What ops and modules are called with: arguments in a row's order, the tensors among them, and the rest."""
 
 from __future__ import annotations
 
