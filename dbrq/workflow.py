@@ -145,7 +145,7 @@ class QuantizedModelToken(ModelToken):
         if value is not None and value.is_input:
             return "an input of the model"
         if value is None or value.producer is None:
-            return "a constant" if tag is None else f"a value made by {tag!r}"
+            return "a value that no op made" if tag is None else f"a value made by {tag!r}"
         return f"the value that {value.producer.path} made"
 
     def qparams_of(self, tag: Tag) -> QParams | None:
