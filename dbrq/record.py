@@ -281,10 +281,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModuleStep:
-    """A call of another module: its path, and the line of the user's code."""
+    """A call of another module: its path, and (in errors only) the line of the user's code."""
 
     module: str
-    line: str
+    line: str = field(compare=False)
 
 
 @dataclass(eq=False)
