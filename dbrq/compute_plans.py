@@ -377,8 +377,9 @@ class DynamicLinearPlan(ComputePlan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         activation = op.qconfig.activation()  # type: ignore[union-attr]
-        levels = getattr(activation, "quant_max", 255) - getattr(activation, "quant_min", 0)
-        self.reduce_range = bool(getattr(activation, "reduce_range", False)) or levels < 255
+        low, high = getattr(activation, "quant_min", None), getattr(activation, "quant_max", None)
+        narrow = low is not None and high is not None and high - low < 255
+        self.reduce_range = bool(getattr(activation, "reduce_range", False)) or narrow
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])
