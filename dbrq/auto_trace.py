@@ -558,17 +558,18 @@ def _shown(leaf: Any) -> Any:
     return leaf.detach() if type(leaf) is Tensor else leaf
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Changes when ``tensor`` is written to; -1 where torch keeps no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
     """Call a hook that the record does not know; its ops are none of the record's."""
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    before = [_version(tensor) for tensor in given]
+    before = [version_of(tensor) for tensor in given]
     result = hook(module, *args)
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if before == [_version(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
+    if before == [version_of(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
         return
     raise ConfigurationError(
         "a hook that was registered after prepare changes values", path=path,

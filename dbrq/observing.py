@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .auto_trace import version_of
 from .errors import CalibrationError
 from .guards import refuse_checkpoint
 from .mappings import OpRow, Role
@@ -109,10 +110,10 @@ class Observing:
         Kept by the run, not by ``x``: that may be the user's, and the result holds the graph of this run's gradients.
         """
         known = self._held.get(id(x))
-        if known is not None and known[0] is x and known[1] is fake_quantize and known[2] == _version(x):
+        if known is not None and known[0] is x and known[1] is fake_quantize and known[2] == version_of(x):
             return known[3]
         result = _observed(fake_quantize, x, op)
-        self._held[id(x)] = (x, fake_quantize, _version(x), result)
+        self._held[id(x)] = (x, fake_quantize, version_of(x), result)
         return result
 
     def _note_range(self, op: SeenOp, vid: int, x: Tensor) -> None:
@@ -151,10 +152,6 @@ def _observed(observer: nn.Module, x: Tensor, op: SeenOp) -> Tensor:
             got=error.got or error.message,
             hint="check the calibration data, or set this op's qconfig to None",
         ) from error
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_fake_quantize(observer: Any) -> bool:

@@ -121,6 +121,14 @@ class AutoQuantizationState(nn.Module):
             ``next(self.parameters())``.
     """
 
+    parts: dict[int, list[Part]]
+    _hooks: dict[int, Hooks]
+    _plans: dict[SeenOp, Hook]
+    _any: dict[Place, tuple[list[Hook], int]] | None
+    _any_lists: dict[tuple[int, int], list[Hook]]
+    _functions: dict[tuple[str, Any], list[tuple[Place, Hook]]]
+    _shared: tuple[dict[Site, set[Site]], dict[str, list[Place]]] | None
+
     def __init__(self, path: str, token: ModelToken, calls: list[SeenCall]) -> None:
         super().__init__()
         self.path, self.token, self.calls = path, token, calls
@@ -131,17 +139,7 @@ class AutoQuantizationState(nn.Module):
         self.ranges: dict[int, tuple[int, int]] = {}
         self.register_buffer("scale", torch.empty(0))
         self.register_buffer("zero_point", torch.empty(0, dtype=torch.int64))
-        self._forget()
-
-    def _forget(self) -> None:
-        self.parts: dict[int, list[Part]] = {}
-        self._hooks: dict[int, Hooks] = {}
-        self._plans: dict[SeenOp, Hook] = {}
-        self._any: dict[Place, tuple[list[Hook], int]] | None = None
-        self._any_lists: dict[tuple[int, int], list[Hook]] = {}
-        self._leaves: dict[str, list[Place]] = {}
-        self._functions: dict[tuple[str, Any], list[tuple[Place, Hook]]] = {}
-        self._shared: tuple[dict[Site, set[Site]], dict[str, set[Place]]] | None = None
+        self.refresh()
 
     # What was seen
 
@@ -239,15 +237,15 @@ class AutoQuantizationState(nn.Module):
             self._plans[op] = hook  # not before: other threads take it from here
         return hook
 
-    def _sharing(self) -> tuple[dict[Site, set[Site]], dict[str, set[Place]]]:
+    def _sharing(self) -> tuple[dict[Site, set[Site]], dict[str, list[Place]]]:
         """Innermost line -> the sites there, which differ by what they are called from; leaf module -> its places."""
         if self._shared is None:
             sites: dict[Site, set[Site]] = {}
-            places: dict[str, set[Place]] = {}
+            places: dict[str, list[Place]] = {}
             for op in self.ops():
                 sites.setdefault(op.place.site[:1], set()).add(op.place.site)
-                if op.leaf is not None:
-                    places.setdefault(op.leaf, set()).add(op.place)
+                if op.leaf is not None and op.place not in places.setdefault(op.leaf, []):
+                    places[op.leaf].append(op.place)
             self._shared = sites, places
         return self._shared
 
@@ -258,11 +256,8 @@ class AutoQuantizationState(nn.Module):
         if self._any is None:
             with torch._C.DisableTorchFunction():
                 times: dict[Place, list[SeenOp]] = {}
-                leaves: dict[str, list[Place]] = {}
                 for op in self.ops():
                     times.setdefault(op.place, []).append(op)
-                    if op.leaf is not None and op.place not in leaves.setdefault(op.leaf, []):
-                        leaves[op.leaf].append(op.place)
                 made = {place: self._plan_any(ops) for place, ops in times.items()}
                 found: dict[Place, tuple[list[Hook], int]] = {}
                 lists: dict[tuple[int, int], list[Hook]] = {}
@@ -271,7 +266,7 @@ class AutoQuantizationState(nn.Module):
                         hooks = lists[number, i] = [made[op.place] for op in path.ops]
                         for position, op in enumerate(path.ops):
                             found.setdefault(op.place, (hooks, position))
-                self._any_lists, self._leaves = lists, leaves
+                self._any_lists = lists
                 self._any = found  # last: other threads take it for a sign that all is there
         return self._any
 
@@ -282,8 +277,7 @@ class AutoQuantizationState(nn.Module):
 
     def places_of_leaf(self, path: str) -> list[Place]:
         """The recorded places that a leaf module which is called now may be at: its calls on this line, or any."""
-        self.any_hooks()
-        places = self._leaves.get(path, [])
+        places = self._sharing()[1].get(path, [])
         if len(places) < 2:
             return places
         where = site()
@@ -302,11 +296,11 @@ class AutoQuantizationState(nn.Module):
 
     def refresh(self) -> None:
         """Forget what was derived from the qparams, since they may have changed."""
-        self._forget()
+        self.parts = {}
+        self.__dict__.update(_nothing_derived())
 
     def __getstate__(self) -> dict:
-        derived: dict[str, Any] = {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_leaves": {}}
-        return {**self.__dict__, **derived, "_functions": {}, "_shared": None}
+        return {**self.__dict__, **_nothing_derived()}
 
     def __deepcopy__(self, memo: dict) -> AutoQuantizationState:
         new = self.__class__.__new__(self.__class__)
@@ -336,6 +330,11 @@ class AutoQuantizationState(nn.Module):
                     f"{k} ({self.qparams(k)})" if k in self.slots else str(k) for k in keys
                 )
         return text
+
+
+def _nothing_derived() -> dict[str, Any]:
+    """What a state makes of what was seen when it is asked to, and copies and files do without."""
+    return {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_functions": {}, "_shared": None}
 
 
 def _any_time(ops: Sequence[SeenOp]) -> SeenOp:

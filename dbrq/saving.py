@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import warnings
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from .attachment import state_of
 from .copies import uncompiled
 from .errors import LoadError, QuantizationError
 from .lowering.onednn import OneDNNModel
+from .lowering.quiet import quietly
 from .report import LOWERED_REPORT
 
 _FORMAT = "dbrq"
@@ -56,7 +56,7 @@ def _writer(model: Any) -> Callable[[str], None]:
     """What writes ``model`` to a path."""
     label = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__}
     if isinstance(model, torch.jit.ScriptModule) and hasattr(model, LOWERED_REPORT):
-        return lambda path: _quietly(torch.jit.save, model, path, _extra_files={_LABEL: json.dumps(label)})
+        return lambda path: quietly(torch.jit.save, model, path, _extra_files={_LABEL: json.dumps(label)})
     state = state_of(model) if isinstance(model, nn.Module) else None
     if isinstance(model, OneDNNModel):
         return lambda path: torch.save({**label, "model": model}, path)
@@ -99,13 +99,6 @@ def _read(path: str) -> tuple[Any, Any]:
                 held = next((name for name in names if name.endswith(f"/extra/{_LABEL}")), None)
                 label = None if held is None else json.loads(archive.read(held))
                 current = isinstance(label, dict) and label.get("version") == _VERSION
-                return (_quietly(torch.jit.load, path, map_location="cpu") if current else None), label
+                return (quietly(torch.jit.load, path, map_location="cpu") if current else None), label
     content = torch.load(path, weights_only=False, map_location="cpu")
     return (content.get("model") if isinstance(content, dict) else None), content
-
-
-def _quietly(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """torch announces the end of torch.jit at every call of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*")
-        return function(*args, **kwargs)

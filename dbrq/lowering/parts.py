@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..attachment import state_of
-from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall, active
+from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
 from ..copies import copied
 from ..errors import QuantizationError
@@ -30,6 +29,7 @@ from ..quantization_state import AutoQuantizationState
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain
+from .quiet import quietly
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -102,17 +102,13 @@ class Lowered:
         state = dict(self.__dict__)
         if isinstance(self.model, torch.jit.ScriptModule):
             file = io.BytesIO()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*torch.jit.*")
-                torch.jit.save(self.model, file)
+            quietly(torch.jit.save, self.model, file)
             state["model"] = file.getvalue()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state["model"], bytes):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*torch.jit.*")
-                state = {**state, "model": torch.jit.load(io.BytesIO(state["model"]), map_location="cpu")}
+            state = {**state, "model": quietly(torch.jit.load, io.BytesIO(state["model"]), map_location="cpu")}
         self.__dict__.update(state)
 
 
@@ -307,11 +303,7 @@ class _Examples:
         args, kwargs = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
         )
-        previous = active.call
-        try:
-            run.run(intercepted, args, kwargs)
-        finally:
-            active.call = previous
+        run.run(intercepted, args, kwargs)
 
     def of(self, path: str, call: int) -> tuple[tuple, dict] | None:
         """(args, kwargs) of one call."""
