@@ -44,7 +44,7 @@ def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
     """
     if row.role is Role.ELEMENTWISE or row.name == "matmul":
         candidates: list[Any] = list(bound[:2])
-    elif row.name in ("cat", "stack"):
+    elif row.takes_list:
         candidates = list(bound[0])
     elif row.role is Role.EMBEDDING:
         candidates = []

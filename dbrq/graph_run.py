@@ -242,7 +242,7 @@ class GraphRun(RunCall):
                 return self._write(hook, self._embedding(hook, bound))
             if row.role is Role.COMPUTE and row.name != "matmul":
                 return self._compute(hook, bound)
-            values = list(bound[0]) if row.name in ("cat", "stack") else bound
+            values = list(bound[0]) if row.takes_list else bound
             for number, read in enumerate(hook.reads):
                 x = self._read(hook, values[read.slot], number)
                 if x is None:
@@ -250,7 +250,7 @@ class GraphRun(RunCall):
                 if row.role is Role.SHARE and self.recorder.known(x).qparams != hook.out:  # type: ignore[union-attr]
                     x = self.recorder.quantized(x, hook.out)
                 values[read.slot] = x
-            if row.name in ("cat", "stack"):
+            if row.takes_list:
                 bound = [values, *bound[1:]]
             return self._write(hook, run_float(row, bound, op.pad))
 

@@ -78,6 +78,11 @@ class OpRow:
         """Whether its second parameter is a weight."""
         return self.role in (Role.COMPUTE, Role.EMBEDDING) and self.name != "matmul"
 
+    @property
+    def takes_list(self) -> bool:
+        """Whether its first parameter is a list of tensors."""
+        return self.name in ("cat", "stack")
+
     def __reduce__(self) -> tuple:
         return _row, (self.name,)
 

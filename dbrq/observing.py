@@ -167,7 +167,7 @@ def _checked(x: Tensor) -> Tensor:
 
 
 def _place(bound: list[Any], row: OpRow, slot: int, value: Tensor) -> None:
-    if row.name in ("cat", "stack"):
+    if row.takes_list:
         bound[0] = [*bound[0][:slot], value, *bound[0][slot + 1 :]]
     else:
         bound[slot] = value

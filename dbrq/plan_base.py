@@ -91,7 +91,7 @@ class Plan:
 
     def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
         """What a float op makes of a value of unknown range has none either."""
-        values = bound[0] if self.row.name in ("cat", "stack") else bound
+        values = bound[0] if self.row.takes_list else bound
         for slot in self._slots:
             x = values[slot] if slot < len(values) else None
             if not isinstance(x, Tensor) or (self._makers.get(call.tag_of(x)) and not self.any_time):

@@ -83,7 +83,7 @@ def _silu(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     found = bind(node)
     assert found is not None
-    return list(found[1][0]) if found[0].name in ("cat", "stack") else [found[1][0]]
+    return list(found[1][0]) if found[0].takes_list else [found[1][0]]
 
 
 def moves(node: fx.Node) -> bool:
