@@ -15,7 +15,7 @@ from torch import nn
 from .attachment import state_of
 from .copies import uncompiled
 from .errors import LoadError, QuantizationError
-from .lowering.onednn import OneDNNModel
+from .lowering.model import LoweredModel
 from .lowering.quiet import quietly
 from .report import LOWERED_REPORT
 
@@ -58,7 +58,7 @@ def _writer(model: Any) -> Callable[[str], None]:
     if isinstance(model, torch.jit.ScriptModule) and hasattr(model, LOWERED_REPORT):
         return lambda path: quietly(torch.jit.save, model, path, _extra_files={_LABEL: json.dumps(label)})
     state = state_of(model) if isinstance(model, nn.Module) else None
-    if isinstance(model, OneDNNModel):
+    if isinstance(model, LoweredModel):
         return lambda path: torch.save({**label, "model": model}, path)
     if state is None or state.token.phase != "int8":
         raise QuantizationError(

@@ -120,7 +120,7 @@ def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dty
 def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
     codegen = recording.graph.graph._codegen
     returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
-    model = OneDNNModel(recording.graph, returned, dtype, "").eval()
+    model = OneDNNModel(recording.graph, returned, dtype)
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose:
         print(model.lowering, file=sys.stderr)

@@ -1,82 +1,16 @@
-"""Graphs as plain data, for files and copies; and cut into segments that one plan can hold."""
+"""Graphs cut into segments that one plan can hold, and what of a graph depends on values."""
 
 from __future__ import annotations
 
-import builtins
-import importlib
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import _get_qualified_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...graph import leaves, walk
-
-#: What of a node's ``meta`` a graph keeps.
-_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "writes", "random")
-
-
-class _Ref:
-    """Stands for a node among arguments. (No tuple or dataclass: ``walk`` would look into it.)"""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def as_data(graph: fx.Graph) -> list[tuple]:
-    """Nodes as (op, name, target, args, kwargs, type, meta), with functions by their qualified names."""
-
-    def plain(value: Any) -> Any:
-        return walk(lambda leaf: _Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf, value)
-
-    return [
-        (node.op, node.name, node.target if isinstance(node.target, str) else (_name(node.target),),
-         plain(node.args), plain(dict(node.kwargs)), {k: node.meta[k] for k in _KEPT if k in node.meta})
-        for node in graph.nodes
-    ]  # fmt: skip
-
-
-def from_data(data: list[tuple]) -> fx.Graph:
-    """What ``as_data`` was made from."""
-    graph = fx.Graph()
-    nodes: dict[str, fx.Node] = {}
-
-    def given(value: Any) -> Any:
-        return walk(lambda leaf: nodes[leaf.name] if isinstance(leaf, _Ref) else leaf, value)
-
-    for op, name, target, args, kwargs, meta in data:
-        target = target if isinstance(target, str) else _function(target[0])
-        node = graph.create_node(op, target, given(args), given(kwargs), name=name)
-        node.meta = dict(meta)
-        nodes[name] = node
-    return graph
-
-
-def _name(function: Any) -> str:
-    return _get_qualified_name(function).replace("_operator.", "operator.")
-
-
-def _function(name: str) -> Callable:
-    """The function of a qualified name."""
-    parts = name.split(".")
-    if len(parts) == 1:
-        return getattr(builtins, name)
-    if parts[:2] == ["torch", "ops"]:
-        return operator.attrgetter(".".join(parts[1:]))(torch)
-    for i in range(len(parts) - 1, 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:i]))
-        except ImportError:
-            continue
-        return operator.attrgetter(".".join(parts[i:]))(module)
-    raise ImportError(name)
-
-
-# Segments
+from ...graph import leaves
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import operator
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ...graph import leaves, remove_dead, walk
-from ...guards import check_move, without_gradient
-from ...report import LOWERED_REPORT
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
+from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
+from ..model import LoweredModel, without_code
 from ..shared import add_masks_once, free_of_strides
 from . import mapping
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
-from .graphs import Segment, as_data, dynamic_nodes, from_data, segments_of
+from .graphs import Segment, dynamic_nodes, segments_of
 from .library import library
 from .op import scriptable
 from .partitions import Partition
@@ -38,36 +36,22 @@ log = logging.getLogger("dbrq.lowering")
 MAX_PLANS = 16
 
 
-class OneDNNModel(nn.Module):
-    """A model on oneDNN's own kernels, called as the model it was made from.
-
-    Float inputs may have any layout; outputs are new tensors that own their memory. Calls from several threads do not
-    share memory. A plan is made when a shape is seen for the first time, and for each number of threads.
+class OneDNNModel(LoweredModel):
+    """A model on oneDNN's own kernels. A plan is made when a shape is seen for the first time, and for each number of
+    threads.
 
     Attributes:
         max_plans: plans kept; see ``plans``.
         lowering: the log of what became of the graph.
     """
 
-    def __init__(self, graph: fx.GraphModule, returned: Callable[[Any], Any] | None, dtype: torch.dtype,
-                 rows: str) -> None:  # fmt: skip
-        super().__init__()
-        self._start(as_data(graph.graph), _without_code(graph), returned, dtype, rows, frozenset())
-        self.max_plans = MAX_PLANS
-
-    def _start(self, data: list[tuple], root: nn.Module, returned: Any, dtype: torch.dtype, rows: str,
-               dynamic: frozenset[str]) -> None:  # fmt: skip
+    def _begin(self, dynamic: frozenset[str] = frozenset(), max_plans: int = MAX_PLANS) -> None:  # type: ignore[override]
         library()
-        self._data, self._returned, self.dtype, self._dynamic = data, returned, dtype, dynamic
-        for name, child in root._modules.items():
-            self._modules[name] = child
-        self._parameters.update(root._parameters)
-        self._buffers.update(root._buffers)
-        setattr(self, LOWERED_REPORT, rows)
-        self._packed, self._lock = PackedWeights(), threading.RLock()
+        self.max_plans = max_plans
+        self._packed = PackedWeights()
         self._plans: OrderedDict[tuple, Runner] = OrderedDict()
         self._unfit: dict[str, str] = {}
-        self.lowering = Lowering(fx.GraphModule(_without_code(self), from_data(data)), dtype)
+        self.lowering = Lowering(fx.GraphModule(without_code(self), from_data(self._data)), self.dtype)
         mapped(self.lowering)
         self._tensors: dict[str, Any] = {
             str(n.target): self.lowering.tensor(n) for n in _all_nodes(self.lowering) if n.op == "get_attr"
@@ -76,14 +60,10 @@ class OneDNNModel(nn.Module):
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
         self.mutable = self.lowering.writes
         self._written = written_attributes(self.lowering.graph)
-        self._signature = inspect.Signature(
-            [
-                inspect.Parameter(n.name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                                  default=n.args[0] if n.args else inspect.Parameter.empty)
-                for n in self.placeholders
-            ]
-        )  # fmt: skip
         self._cut(dynamic)
+
+    def _options(self) -> dict[str, Any]:
+        return {"dynamic": self._dynamic, "max_plans": self.max_plans}
 
     def _cut(self, dynamic: frozenset[str]) -> None:
         self._dynamic = dynamic
@@ -93,17 +73,7 @@ class OneDNNModel(nn.Module):
 
     # Calling
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != len(self.placeholders):
-            bound = self._signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
-        result = self.plain(args)
-        result = result if self._returned is None else self._returned(result)
-        return without_gradient("", result, args) if torch.is_grad_enabled() else result
-
     def plain(self, args: Sequence[Any]) -> Any:
-        """``forward`` for all of the graph's inputs, in order; the result is in plain containers."""
         with torch.no_grad():
             try:
                 return self._run(args)
@@ -204,7 +174,6 @@ class OneDNNModel(nn.Module):
             self._tensors[path].copy_(tensor)
 
     def warm(self, args: Sequence[Any]) -> None:
-        """Make the plan for these inputs; what calls write to stays as it is."""
         kept = self._written_tensors()
         self.plain(args)
         self._restore(kept)
@@ -337,31 +306,6 @@ class OneDNNModel(nn.Module):
         partitions = sum(isinstance(m, Partition) for m in self.lowering.modules.values())
         return f"{partitions} partitions, {len(self._plans)} plans, oneDNN {'.'.join(map(str, library().version))}"
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> OneDNNModel:
-        """Plans hold what the model's tensors were."""
-        check_move(fn, "", "a lowered model", "lower again, with dtype=torch.bfloat16 perhaps")
-        return self
-
-    # Copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "data": self._data, "root": _without_code(self), "returned": self._returned, "dtype": self.dtype,
-            "rows": getattr(self, LOWERED_REPORT), "dynamic": self._dynamic, "max_plans": self.max_plans,
-        }  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__init__(self)
-        self._start(*(state[name] for name in ("data", "root", "returned", "dtype", "rows", "dynamic")))
-        self.max_plans = state["max_plans"]
-        self.eval()
-
-    def __deepcopy__(self, memo: dict) -> OneDNNModel:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
-
 
 def mapped(lowering: Lowering) -> None:
     """All stages that do not depend on shapes; at the end partitions stand for what they compute."""
@@ -383,16 +327,6 @@ def _alone(parts: Sequence[Any], placeholders: list[fx.Node], output: fx.Node) -
     segment = parts[0]
     fits = segment.inputs == tuple(placeholders) and segment.outputs == (output.args[0],)
     return segment if fits else None
-
-
-def _without_code(module: nn.Module) -> nn.Module:
-    """The tensors of a module tree, without its code."""
-    bare = nn.Module()
-    bare._parameters.update(module._parameters)
-    bare._buffers.update(module._buffers)
-    for name, child in module._modules.items():
-        bare._modules[name] = child
-    return bare.eval()
 
 
 def _all_nodes(lowering: Lowering) -> list[fx.Node]:
