@@ -12,6 +12,7 @@
 
 from .errors import (
     CalibrationError,
+    CompilerError,
     ConfigurationError,
     DeviationError,
     KernelInputError,
@@ -22,6 +23,7 @@ from .errors import (
     RewriteError,
     SeveralPathsError,
 )
+from .exporting import export
 from .fusion import find_fusions
 from .lowering import lower
 from .observers import HistogramObserver, default_qconfig_mapping
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CalibrationError",
+    "CompilerError",
     "ConfigurationError",
     "DeviationError",
     "HistogramObserver",
@@ -50,6 +53,7 @@ __all__ = [
     "compare",
     "convert",
     "default_qconfig_mapping",
+    "export",
     "find_fusions",
     "load",
     "load_recipe",

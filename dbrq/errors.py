@@ -70,6 +70,10 @@ class RewriteError(QuantizationError):
     """The model cannot be written as one graph, or the graph cannot be lowered."""
 
 
+class CompilerError(QuantizationError):
+    """A backend that generates code finds no compiler."""
+
+
 class SeveralPathsError(RewriteError):
     """The model's code decides on values, and calibration saw more than one outcome."""
 

@@ -65,12 +65,14 @@ class Recording:
 
     Attributes:
         inputs: the example's values for its placeholders.
+        given: names of those placeholders that the example gives values for; the others have their defaults.
         decisions: how many values of tensors the code decided on.
         tags: who made each tensor that it returns.
     """
 
     graph: fx.GraphModule
     inputs: tuple
+    given: frozenset[str]
     decisions: int
     tags: tuple[Tag, ...]
 
@@ -266,7 +268,8 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | No
     recorder.graph.lint()
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
     graph.meta["decisions"] = tuple(recorder.decisions)
-    return Recording(graph.eval(), inputs.example, recorder.value_decisions, tags)
+    given = frozenset(name for name, _, _, is_given, _ in inputs.placeholders if is_given)
+    return Recording(graph.eval(), inputs.example, given, recorder.value_decisions, tags)
 
 
 def _owned(inputs: Any) -> Any:

@@ -25,7 +25,7 @@ from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..workflow import convert, prepare, token_of
-from . import shared, torchscript
+from . import inductor, shared, torchscript
 from .bfloat16 import in_bfloat16
 from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
@@ -33,7 +33,7 @@ from .onednn import OneDNNModel
 from .parts import lower_parts
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
-BACKENDS = ("torchscript", "onednn")
+BACKENDS = ("torchscript", "onednn", "inductor")
 
 
 @without_autocast()
@@ -45,6 +45,7 @@ def lower(
     backend: str = "torchscript",
     dtype: torch.dtype = torch.float32,
     verbose: bool = False,
+    cpp_wrapper: bool = False,
 ) -> nn.Module:
     """A converted model as a graph of fused int8 kernels.
 
@@ -55,9 +56,12 @@ def lower(
             own, made when it is seen first.
         backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
             "onednn": oneDNN's own kernels, called without torch in between; faster, and run from Python
-            (``pip install dbrq[onednn]``).
+            (``pip install dbrq[onednn]``). "inductor": TorchInductor, which compiles C++ for what no kernel of
+            oneDNN takes; it needs a C++ compiler where the model runs. Each new shape may be compiled again, once:
+            the sizes in which it differs are free from then on.
         dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
         verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.
+        cpp_wrapper: for inductor, have C++ rather than Python call the kernels.
 
     Returns:
         The lowered model, in eval mode. ``report`` reads it, ``save`` and ``load`` keep it. A model for which
@@ -68,6 +72,7 @@ def lower(
         RewriteError: no graph cannot stand for the model, for the reason and the line that it names.
         ConfigurationError: no such backend or dtype.
         OneDNNError: libdnnl is not installed.
+        CompilerError: for inductor, there is no C++ compiler.
 
     >>> import dbrq
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -89,6 +94,8 @@ def lower(
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
         if backend == "onednn":
             return _on_onednn(recording, module, dtype, verbose)
+        if backend == "inductor":
+            return _on_inductor(recording, module, dtype, verbose, cpp_wrapper)
         return _on_torchscript(recording, module, dtype, verbose)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
@@ -124,6 +131,21 @@ def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, v
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose:
         print(model.lowering, file=sys.stderr)
+    model.warm(copy.deepcopy(recording.inputs))
+    return model
+
+
+def _on_inductor(
+    recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
+) -> nn.Module:
+    codegen = recording.graph.graph._codegen
+    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
+    lowering = Lowering(recording.graph, dtype)
+    inductor.prepare(lowering)
+    model = inductor.InductorModel(recording.graph, returned, dtype, cpp_wrapper=cpp_wrapper)
+    model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
+    if verbose:
+        print(lowering, file=sys.stderr)
     model.warm(copy.deepcopy(recording.inputs))
     return model
 

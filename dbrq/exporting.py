@@ -1,0 +1,161 @@
+"""``export``: the Q/DQ graph as an ``ExportedProgram``, which torch's own tools read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as shape_config
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.graph import CodeGen
+
+from .containers import call_arguments
+from .errors import RewriteError
+from .graph_io import RestoringCodeGen
+from .guards import without_autocast
+from .rewriter import record
+
+
+@without_autocast()
+def export(
+    quantized: nn.Module,
+    example_inputs: Any = (),
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """A converted model as a ``torch.export.ExportedProgram``: aten ops in float between ``quantized_decomposed`` ops.
+
+    The model itself need not survive ``torch.export``: what is exported is the graph of ``rewrite``. The program saves
+    and loads with ``torch.export.save`` and ``load``, and runs through ``torch._inductor.aoti_compile_and_package``.
+
+    Args:
+        quantized: what ``convert`` returned. It is not changed.
+        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. The program is called like this.
+        dynamic_shapes: as in ``torch.export.export``, for the inputs given. None: every size of every tensor, and every
+            integer, that the graph does not depend on stays free, a batch of one included.
+
+    Returns:
+        The program. Output containers that ``torch.utils._pytree`` does not know become plain tuples and dicts.
+
+    Raises:
+        RewriteError: one graph cannot stand for the model, for the reason and the line that it names; or the graph
+            does what ``torch.export`` cannot express.
+
+    >>> import dbrq
+    >>> quantized = dbrq.quantize(nn.Linear(4, 3), [torch.randn(8, 4)])
+    >>> program = dbrq.export(quantized, torch.randn(8, 4))
+    >>> program.module()(torch.randn(5, 4)).shape
+    torch.Size([5, 3])
+    """
+    args, _ = call_arguments(example_inputs, example_kwargs)
+    recording = record(quantized, example_inputs, example_kwargs)
+    graph = recording.graph
+    codegen = graph.graph._codegen
+    if isinstance(codegen, RestoringCodeGen) and not _is_known(codegen.returned.template):
+        graph.graph.set_codegen(CodeGen())
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(names, map(plain_containers, recording.inputs), strict=True))
+    positional = tuple(given.pop(name) for name in names[: len(args)])
+    named = {name: value for name, value in given.items() if name in recording.given}
+    try:
+        return program_of(graph, positional, named, dynamic_shapes)
+    except Exception as error:
+        raise RewriteError(
+            f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
+            hint="dbrq.rewrite gives the graph itself; a graph that decides on values of tensors may not export",
+        ) from error  # fmt: skip
+
+
+def program_of(
+    graph: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, dynamic_shapes: Any = None
+) -> ExportedProgram:
+    """The program of a Q/DQ graph, which is used up.
+
+    Args:
+        args, kwargs: the example's values for its placeholders, in plain containers.
+        dynamic_shapes: as in ``torch.export.export``; None for as free as can be.
+    """
+    _make_symbolic(graph.graph)
+    graph.recompile()
+    args, kwargs = tuple(args), dict(kwargs or {})
+    if dynamic_shapes is not None:
+        return _exported(graph, args, kwargs, dynamic_shapes)
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+    free = pytree.tree_map(_free, {**dict(zip(names, args, strict=False)), **kwargs})
+    for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
+        with contextlib.suppress(Exception), shape_config.patch(backed_size_oblivious=oblivious):
+            program = _exported(graph, args, kwargs, free)
+            program.module()(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            return program
+    return _exported(graph, args, kwargs, None)
+
+
+def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    with torch.no_grad(), warnings.catch_warnings(), _silent():
+        warnings.simplefilter("ignore")
+        return torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """torch.export logs each size that it cannot keep free."""
+    loggers = [logging.getLogger(name) for name in ("torch._export", "torch.fx.experimental.symbolic_shapes")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _free(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return dict.fromkeys(range(leaf.dim()), Dim.AUTO)
+    return Dim.AUTO if type(leaf) is int else None
+
+
+def plain_containers(value: Any) -> Any:
+    """Mappings as dicts: ``torch.utils._pytree`` takes others for leaves."""
+    if isinstance(value, Mapping):
+        return {key: plain_containers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(plain_containers(item) for item in value)
+    return value
+
+
+def _is_known(template: Any) -> bool:
+    """Whether pytree can take an output apart."""
+    return not any(isinstance(leaf, Mapping) or hasattr(leaf, "__dataclass_fields__") or isinstance(leaf, (list, tuple))
+                   for leaf in pytree.tree_leaves(template))  # fmt: skip
+
+
+def _check(condition: Any, message: str) -> None:
+    torch._check(bool(condition) if isinstance(condition, Tensor) else condition, lambda: message)
+
+
+def _int(x: Any) -> Any:
+    return torch.sym_int(x.item() if isinstance(x, Tensor) else x)
+
+
+def _float(x: Any) -> Any:
+    return torch.sym_float(x.item() if isinstance(x, Tensor) else x)
+
+
+#: Python functions that want plain numbers -> their likes for numbers that are not known yet.
+_SYMBOLIC: dict[Any, Callable] = {int: _int, float: _float, torch._assert: _check}
+
+
+def _make_symbolic(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _SYMBOLIC:
+            node.target = _SYMBOLIC[node.target]
