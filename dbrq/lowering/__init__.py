@@ -211,10 +211,15 @@ def _rebuilt(lowering: Lowering) -> fx.GraphModule:
 
 def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
     """The converted model's report with the kernels that run now."""
-    return [
-        row if row.precision == "float" else dataclasses.replace(row, kernel=lowering.kernels.get(row.path, row.kernel))
-        for row in report(quantized).rows
-    ]
+
+    def now(row: ReportRow) -> ReportRow:
+        if row.precision == "float":
+            return row
+        if (reason := lowering.reasons.get(row.path)) is not None:
+            return dataclasses.replace(row, precision="float", reason=reason, kernel="")
+        return dataclasses.replace(row, kernel=lowering.kernels.get(row.path, row.kernel))
+
+    return [now(row) for row in report(quantized).rows]
 
 
 def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:

@@ -135,6 +135,7 @@ class Lowering:
         dtype: of what stays float.
         modules: what the graph calls, by path: submodules, or a backend's partitions.
         kernels: op path (as in reports) -> what runs it now.
+        reasons: op path -> why it runs in float now, for those that were int8.
     """
 
     module: fx.GraphModule
@@ -142,6 +143,7 @@ class Lowering:
     modules: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -8,7 +8,6 @@ and neither a guard nor a setting of the process is needed when the model is cal
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import re
 from collections import Counter, OrderedDict
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.export import Dim
@@ -24,12 +24,14 @@ from torch.fx.graph import CodeGen
 
 from ..errors import CompilerError
 from ..exporting import plain_containers, program_of
-from ..graph import remove_dead
+from ..graph import DEQUANTIZE, remove_dead
 from ..graph_io import check_absent, check_input
+from ..kernels import ints
 from .cleanup import written_attributes
 from .data import from_data
-from .engine import Lowering
+from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
 from .model import LoweredModel, without_code
+from .shared import computes, fine, is_activation, named, on
 
 log = logging.getLogger("dbrq.lowering")
 
@@ -137,8 +139,9 @@ class InductorModel(LoweredModel):
         check_compiler()
         free = self._free(key, flat)
         graph = fx.GraphModule(without_code(self), from_data(self._data))
-        program = program_of(graph, tuple(map(plain_containers, copy.deepcopy(tuple(args)))), None,
-                             _dynamic_shapes(graph.graph, args, free))  # fmt: skip
+        _, nested = pytree.tree_flatten(tuple(map(plain_containers, args)))
+        example = pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], nested)
+        program = program_of(graph, example, None, _dynamic_shapes(graph.graph, flat, nested, free))
         module: Any = program.module(check_guards=False)
         module.graph.set_codegen(CodeGen())
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -285,18 +288,116 @@ def _guards(examples: Sequence[Any], used: Sequence[int]) -> Callable[[Sequence[
     return lambda flat: bool(shapes.evaluate_guards_expression(code, [flat[i] for i in used]))
 
 
-def _dynamic_shapes(graph: fx.Graph, args: Sequence[Any], free: frozenset[tuple[int, int]]) -> dict[str, Any]:
+def _dynamic_shapes(
+    graph: fx.Graph, flat: Sequence[Any], nested: pytree.TreeSpec, free: frozenset[tuple[int, int]]
+) -> dict[str, Any]:
     """``torch.export``'s way to say which sizes are free."""
-    leaves, spec = pytree.tree_flatten(tuple(map(plain_containers, args)))
     shapes = [
         {d: Dim.AUTO for d in range(leaf.dim()) if (i, d) in free} if isinstance(leaf, Tensor)
         else Dim.AUTO if (i, -1) in free else None
-        for i, leaf in enumerate(leaves)
+        for i, leaf in enumerate(flat)
     ]  # fmt: skip
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-    return dict(zip(names, pytree.tree_unflatten(shapes, spec), strict=True))
+    return dict(zip(names, pytree.tree_unflatten(shapes, nested), strict=True))
+
+
+# Rewriting the graph for what Inductor knows
+
+
+def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """A convolution over lengths, and what follows it, as one over images of one row: Inductor has more of those."""
+    graph, head, last = lowering.graph, nodes[0], nodes[-1]
+    _, bound = bind(head)  # type: ignore[misc]
+    name = f"{bound[1].args[0].target}_wide"
+    if not hasattr(lowering.module, name.replace(".", "_")):
+        lowering.module.register_buffer(name.replace(".", "_"), lowering.tensor(bound[1].args[0]).unsqueeze(2))
+    with graph.inserting_before(last):
+        x = _with_a_row(graph, bound[0])
+        weight = graph.call_function(
+            bound[1].target, (graph.get_attr(name.replace(".", "_")), *bound[1].args[1:]), bound[1].kwargs
+        )
+        sizes = ((low, ints(value, 1)[0]) for low, value in zip((1, 0, 1), bound[3:6], strict=True))
+        new = {head: graph.call_function(F.conv2d, (x, weight, bound[2], *sizes, bound[6]))}
+        for node in nodes[1:]:
+            others = {n: _with_a_row(graph, n) for n in node.all_input_nodes if n not in new}
+            new[node] = graph.node_copy(node, lambda n, others=others: new.get(n) or others[n])
+        flat = graph.call_function(torch.squeeze, (new[last], 2))
+    for node, wide in new.items():
+        wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
+    flat.meta = dict(last.meta)
+    lowering.replace(last, flat)
+    steps = "".join(f" + {row.name}" for n in nodes[1:] if (row := row_of(n)) is not None)
+    return f"onednn.qconv2d_pointwise{steps}" + " + quantize" * is_quantize(last)
+
+
+def _with_a_row(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """``[N, C, L]`` as ``[N, C, 1, L]``, on the integers if there are any."""
+    if is_dequantize(node):
+        wide = graph.call_function(DEQUANTIZE, (_with_a_row(graph, node.args[0]), *node.args[1:]))  # type: ignore[arg-type]
+    elif is_call(node, torch.squeeze) and node.args[1:] == (2,) and len(node.args[0].meta["shape"]) == 4:  # type: ignore[union-attr]
+        return node.args[0]  # type: ignore[return-value]
+    else:
+        wide = graph.call_function(torch.unsqueeze, (node, 2))
+    wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
+    return wide
+
+
+def _adds_alike(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    head, add = nodes[:2]
+    others = [n for n in add.all_input_nodes if n is not head]
+    alike = len(others) == 1 and others[0].op != "get_attr" and others[0].meta.get("shape") == head.meta["shape"]
+    return "" if alike else "the other operand is no other tensor of this shape"
+
+
+def _in_float(node: fx.Node) -> bool:
+    """A weight that is read by what has no int8 kernel here."""
+    readers = [row_of(user) for user in node.users]
+    return is_weight(node) and not any(row is not None and row.name in _INT8 for row in readers)
+
+
+def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Inductor keeps what dequantizes a weight, for its own passes, and would run it in each call."""
+    (node,) = nodes
+    value = node.target(*fx.map_arg(node.args, lowering.tensor), **node.kwargs)  # type: ignore[operator]
+    name = f"{node.name}_float"
+    lowering.module.register_buffer(name, value)
+    with lowering.graph.inserting_before(node):
+        constant = lowering.graph.get_attr(name)
+    constant.meta = dict(node.meta)
+    for user in node.users:
+        if user.meta.get("op") is not None:
+            lowering.reasons[user.meta["op"]] = _NO_KERNEL
+    lowering.replace(node, constant)
+    return "a constant in float"
+
+
+#: Ops for which Inductor calls int8 kernels.
+_INT8 = frozenset({"conv1d", "conv2d", "linear"})
+_NO_KERNEL = "Inductor calls no int8 kernel for this op; values and weights are rounded as before"
+
+_CONV1D, _ADD, _RELU = computes(1), named("add"), named("relu")
+
+#: In order, longest first.
+REWRITES: list[Rewrite] = [
+    *(
+        Rewrite("conv1d" + "".join(words), [_CONV1D, *steps], guard, _widened)
+        for words, steps, guard in (
+            ("_add_relu_quantize", [_ADD, _RELU, is_quantize], _adds_alike),
+            ("_add_quantize", [_ADD, is_quantize], _adds_alike),
+            ("_add_relu", [_ADD, _RELU], _adds_alike),
+            ("_add", [_ADD], _adds_alike),
+            ("_activation_quantize", [is_activation, is_quantize], fine),
+            ("_activation", [is_activation], fine),
+            ("_quantize", [is_quantize], fine),
+            ("", [], fine),
+        )
+    ),
+    on("weight_in_float", _in_float, _as_constant),
+]
 
 
 def prepare(lowering: Lowering) -> None:
-    """Rewrite a Q/DQ graph for Inductor."""
+    """Rewrite a Q/DQ graph, which Inductor takes as it is, into one of which it makes more."""
+    lowering.apply(REWRITES)
     remove_dead(lowering.graph)
+    lowering.graph.lint()

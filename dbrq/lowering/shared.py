@@ -36,6 +36,23 @@ def named(*names: str) -> Predicate:
     return fits
 
 
+def computes(*ndims: int) -> Predicate:
+    """A convolution (by its number of spatial dimensions) or linear layer (0), int8 in and int8 weights."""
+
+    def fits(node: fx.Node) -> bool:
+        found = bind(node)
+        if (
+            found is None
+            or found[0].role is not Role.COMPUTE
+            or found[0].name == "matmul"
+            or found[0].ndim not in ndims
+        ):
+            return False
+        return is_dequantize(found[1][0]) and is_weight(found[1][1])
+
+    return fits
+
+
 def is_activation(node: fx.Node) -> bool:
     row = row_of(node)
     return row is not None and row.role is Role.ACTIVATION

@@ -25,7 +25,6 @@ from .engine import (
     is_call,
     is_dequantize,
     is_quantize,
-    is_weight,
     qparams_of,
     row_of,
 )
@@ -35,31 +34,13 @@ from .shared import (
     MOVES,
     SILU,
     WEIGHT_ONLY_LINEAR,
+    computes,
     fine,
     inputs_of,
     is_activation,
     named,
     on,
 )
-
-# What nodes may be
-
-
-def _computes(*ndims: int) -> Predicate:
-    """A convolution (by its number of spatial dimensions) or linear layer (0), int8 in and int8 weights."""
-
-    def fits(node: fx.Node) -> bool:
-        found = bind(node)
-        if (
-            found is None
-            or found[0].role is not Role.COMPUTE
-            or found[0].name == "matmul"
-            or found[0].ndim not in ndims
-        ):
-            return False
-        return is_dequantize(found[1][0]) and is_weight(found[1][1])
-
-    return fits
 
 
 def _post_op(node: fx.Node) -> PostOp | None:
@@ -70,7 +51,7 @@ def _post_op(node: fx.Node) -> PostOp | None:
 
 
 _ADD, _RELU = named("add"), named("relu")
-_CONV, _LINEAR = _computes(1, 2, 3), _computes(0)
+_CONV, _LINEAR = computes(1, 2, 3), computes(0)
 
 # Convolutions and linear layers
 

@@ -1,0 +1,197 @@
+"""The int8 patterns that TorchInductor's x86 passes know, as models, for the tests and ``benchmarks/patterns.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A model and its example.
+
+    Attributes:
+        make: the model, in eval mode, always the same.
+        example: one call's inputs.
+        free: sizes of the first input that vary at inference.
+        bfloat16: float parts in bfloat16.
+        fewer_in_pt2e: external calls that PT2E does not make, and why it is no fault to make them.
+    """
+
+    make: Callable[[], nn.Module]
+    example: Callable[[], Any]
+    free: tuple[int, ...] = ()
+    bfloat16: bool = False
+    fewer_in_pt2e: str = ""
+
+
+class Chain(nn.Module):
+    """A layer, what follows it, and a layer that reads that in int8."""
+
+    def __init__(self, first: nn.Module, after: Callable[[Tensor], Tensor], last: nn.Module | None) -> None:
+        super().__init__()
+        self.first, self.after, self.last = first, after, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.after(self.first(x))
+        return x if self.last is None else self.last(x)
+
+
+class Residual(nn.Module):
+    """``layer(x) + other`` or ``other + layer(x)``, where other is what a layer before made, or its input."""
+
+    def __init__(self, layers: tuple[nn.Module, nn.Module, nn.Module], relu: bool, swapped: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = layers
+        self.relu, self.swapped = relu, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        y = self.second(x)
+        y = x + y if self.swapped else y + x
+        return self.last(torch.relu(y) if self.relu else y)
+
+
+class TwoBranches(nn.Module):
+    """Two layers of one input, added."""
+
+    def __init__(self, layers: tuple[nn.Module, nn.Module, nn.Module], relu: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.last = layers
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) + self.b(x)
+        return self.last(torch.relu(y) if self.relu else y)
+
+
+class Shared(nn.Module):
+    """One value read by several layers and by an op in float."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.a, self.b = make(), make(), make()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.relu(self.first(x))
+        return self.a(x), self.b(x), torch.sigmoid(x)
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = conv(), conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1))
+
+
+class Cat(nn.Module):
+    """Two values that are quantized alike, since one layer reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = conv(), conv(), nn.Conv2d(32, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([torch.relu(self.a(x)), torch.relu(self.b(x))], 1))
+
+
+class Flatten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = conv(), nn.Linear(4 * 16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(torch.relu(self.first(x)), 4)
+        return self.last(torch.flatten(x, 1))
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads, spelled out, with a residual connection and a feed-forward part."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(size, size), nn.Linear(size, 64), nn.Linear(64, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def conv(n: int = 2, inner: int = 16, outer: int = 16) -> nn.Module:
+    return getattr(nn, f"Conv{n}d")(inner, outer, 3, padding=1)
+
+
+def linear(inner: int = 16, outer: int = 16) -> nn.Module:
+    return nn.Linear(inner, outer)
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": identity, "relu": torch.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.7),
+    "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+}  # fmt: skip
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv2d": (lambda: conv(2), (2, 16, 8, 8)), "conv1d": (lambda: conv(1), (2, 16, 12)),
+    "linear": (linear, (4, 16)), "linear, 3-d": (linear, (2, 5, 16)),
+}  # fmt: skip
+
+
+def _patterns() -> dict[str, Pattern]:
+    found: dict[str, Pattern] = {}
+
+    def add(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any) -> None:
+        def seeded() -> nn.Module:
+            torch.manual_seed(0)
+            return make().eval()
+
+        def example() -> Tensor:
+            return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+        found[name] = Pattern(seeded, example, **options)
+
+    for layer, (make, shape) in LAYERS.items():
+        for name, after in AFTER.items():
+            if name.startswith("gelu") and not layer.startswith("linear"):
+                continue
+            add(f"{layer} + {name}, float out", lambda m=make, a=after: Chain(m(), a, None), shape)
+            add(f"{layer} + {name}, int8 out", lambda m=make, a=after: Chain(m(), a, m()), shape)
+        if layer == "linear, 3-d":
+            continue
+        for relu in (False, True):
+            words = f"{layer} + add{' + relu' if relu else ''}"
+            for swapped in (False, True):
+                order = "other first" if swapped else "other last"
+                add(f"{words}, {order}", lambda m=make, r=relu, s=swapped: Residual((m(), m(), m()), r, s), shape)
+            add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape)
+    add("max_pool2d", Pool, (2, 16, 9, 9))
+    add("cat", Cat, (2, 16, 8, 8))
+    add("flatten", Flatten, (2, 16, 8, 8))
+    add("one input of several conv2d", lambda: Shared(lambda: conv(2)), (2, 16, 8, 8))
+    add("one input of several linear", lambda: Shared(linear), (4, 16))
+    add("attention", Attention, (2, 6, 32))
+    add("conv2d + relu, free batch and size", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8), free=(0, 2, 3))
+    add("linear + gelu, free batch", lambda: Chain(linear(), F.gelu, linear()), (4, 16), free=(0,))
+    add("attention, free batch and length", Attention, (2, 6, 32), free=(0, 1))
+    add("conv2d + relu, bfloat16", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8), bfloat16=True)
+    add("conv2d + add + relu, bfloat16", lambda: Residual((conv(), conv(), conv()), True, False), (2, 16, 8, 8),
+        bfloat16=True)  # fmt: skip
+    add("linear + gelu, bfloat16", lambda: Chain(linear(), F.gelu, linear()), (4, 16), bfloat16=True)
+    add("attention, bfloat16", Attention, (2, 6, 32), bfloat16=True)
+    return found
+
+
+PATTERNS = _patterns()
