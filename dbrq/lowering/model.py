@@ -46,9 +46,9 @@ class LoweredModel(nn.Module):
         self._lock = threading.RLock()
         self._signature = inspect.Signature(
             [
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD,
                                   default=args[0] if args else inspect.Parameter.empty)
-                for op, name, _, args, _, _ in data if op == "placeholder"
+                for op, _, target, args, _, _ in data if op == "placeholder"
             ]
         )  # fmt: skip
         self._begin(**options)
