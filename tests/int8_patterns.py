@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,3 +197,14 @@ def _patterns() -> dict[str, Pattern]:
 
 
 PATTERNS = _patterns()
+
+
+def fusions(code: str) -> Counter[str]:
+    """The int8 kernels that Inductor's Python calls, with what is fused into them: ``"qlinear gelu -> uint8"``."""
+    found: Counter[str] = Counter()
+    for name, arguments in re.findall(r"torch\.ops\.onednn\.(\w+?)2?d?_pointwise\.\w+\((.*)\)", code):
+        post_ops = [text for text in re.findall(r"'(\w+)'", arguments) if text not in ("none", "tanh")]
+        dtype = re.findall(r"torch\.(\w+)", arguments)[-1]
+        found[" ".join([name, *post_ops, "->", dtype])] += 1
+    found["quantized.max_pool2d"] = code.count("torch.ops.quantized.max_pool2d")
+    return +found

@@ -31,12 +31,27 @@ from .cleanup import written_attributes
 from .data import from_data
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
 from .model import LoweredModel, without_code
-from .shared import computes, fine, is_activation, named, on
+from .shared import computes, fine, is_activation, moves, named, on
 
 log = logging.getLogger("dbrq.lowering")
 
 #: Compiled forms that a model keeps; the one that was not used for longest goes first.
 MAX_FORMS = 16
+
+
+@dataclass(frozen=True)
+class Used:
+    """What compiled code is given: free sizes, by (number of the tensor, dimension), then inputs, by number.
+
+    The sizes come with the tensors too, but code that reads them off what was computed is code that Inductor's passes
+    do not know.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+
+    def of(self, flat: Sequence[Any]) -> list[Any]:
+        return [*(flat[i].shape[d] for i, d in self.sizes), *(flat[i] for i in self.inputs)]
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class Form:
         free: which sizes may be others: (number of the tensor among the inputs, dimension).
         fits: whether it takes such inputs as these, if only free sizes are others.
         run: takes the tensors and numbers of the inputs, gives those of the outputs.
-        used: which of the inputs it takes.
+        used: which of the inputs it takes, and before them which sizes, as in ``free``.
         output: how the outputs are nested.
         code: what Inductor generated.
     """
@@ -57,7 +72,7 @@ class Form:
     free: frozenset[tuple[int, int]]
     fits: Callable[[Sequence[Any]], bool]
     run: Callable[..., Any]
-    used: tuple[int, ...]
+    used: Used
     output: pytree.TreeSpec
     code: str
 
@@ -91,7 +106,7 @@ class InductorModel(LoweredModel):
         if form is None:
             form = self._form(key, args, flat)
         with torch.no_grad():
-            results = form.run(*[flat[i] for i in form.used])
+            results = form.run(*form.used.of(flat))
         return pytree.tree_unflatten(results, form.output)
 
     def warm(self, args: Sequence[Any]) -> None:
@@ -144,13 +159,8 @@ class InductorModel(LoweredModel):
         program = program_of(graph, example, None, _dynamic_shapes(graph.graph, flat, nested, free))
         module: Any = program.module(check_guards=False)
         module.graph.set_codegen(CodeGen())
-        placeholders = module.graph.find_nodes(op="placeholder")
-        used = tuple(i for i, node in enumerate(placeholders) if node.users)
-        for node in placeholders:
-            if not node.users:
-                module.graph.erase_node(node)
+        used, examples = _take(module.graph)
         module.recompile()
-        examples = [placeholders[i].meta["val"] for i in used]
         with _settings(self.cpp_wrapper), self._narrowing(), _generated() as codes:
             from torch._inductor.compile_fx import compile_fx
 
@@ -198,10 +208,11 @@ class InductorModel(LoweredModel):
 
 
 def calls_of(code: str) -> Counter[str]:
-    """Calls of kernels in code that Inductor generated, by name without overload."""
+    """Calls of kernels in code that Inductor generated, Python or C++, by name without overload."""
     called = re.findall(r"torch\.ops\.((?:onednn|mkldnn|quantized|aten|mkl)\.\w+)\.\w+\(", code)
     called += [f"extern.{name}" for name in re.findall(r"extern_kernels\.(\w+)\(", code)]
-    return Counter(called)
+    in_cpp = re.findall(r"aoti_torch_cpu__(q\w+?_pointwise)(?:_binary)?_tensor\(", code)
+    return Counter([*called, *(f"onednn.{name}" for name in in_cpp)])
 
 
 def check_compiler() -> None:
@@ -276,7 +287,27 @@ def _fits(form: Form, key: tuple, flat: Sequence[Any]) -> bool:
     return form.fits(flat)
 
 
-def _guards(examples: Sequence[Any], used: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
+def _take(graph: fx.Graph) -> tuple[Used, list[Any]]:
+    """Drop the inputs that a graph does not read and add its free sizes; what it takes then, and examples of that."""
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = tuple(i for i, node in enumerate(placeholders) if node.users)
+    sizes: dict[Any, tuple[int, int, Any]] = {}
+    for i, node in enumerate(placeholders):
+        if not node.users:
+            graph.erase_node(node)
+        elif isinstance(value := node.meta["val"], Tensor):
+            for d, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    sizes.setdefault(size.node.expr, (i, d, size))
+    with graph.inserting_before(next(iter(graph.nodes))):
+        for i, d, _ in sizes.values():
+            graph.placeholder(f"size_{i}_{d}")
+    # Taken away, since for C++ wrappers Inductor trusts these rather than its arguments, and in them tensors only.
+    examples = [*(size for _, _, size in sizes.values()), *(placeholders[i].meta.pop("val") for i in inputs)]
+    return Used(tuple((i, d) for i, d, _ in sizes.values()), inputs), examples
+
+
+def _guards(examples: Sequence[Any], used: Used) -> Callable[[Sequence[Any]], bool]:
     """What compiling assumed of sizes, as a function of the inputs."""
     from torch._guards import detect_fake_mode
 
@@ -285,7 +316,7 @@ def _guards(examples: Sequence[Any], used: Sequence[int]) -> Callable[[Sequence[
     code = None if shapes is None else shapes.produce_guards_expression(examples)
     if code is None or shapes is None:
         return lambda flat: True
-    return lambda flat: bool(shapes.evaluate_guards_expression(code, [flat[i] for i in used]))
+    return lambda flat: bool(shapes.evaluate_guards_expression(code, used.of(flat)))
 
 
 def _dynamic_shapes(
@@ -349,6 +380,54 @@ def _adds_alike(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return "" if alike else "the other operand is no other tensor of this shape"
 
 
+def _pools_wrongly(node: fx.Node) -> bool:
+    """A max pool that Inductor takes for ``quantized.max_pool2d``, which torch 2.13 then calls with other options."""
+    found = bind(node)
+    if found is None or not found[0].name.startswith("max_pool") or not moves(node):
+        return False
+    return found[0].ndim != 2 or bool(found[1][5])
+
+
+def _pools_levels(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """The largest integer, in generated code."""
+    (node,) = nodes
+    graph, source = lowering.graph, node.args[0]
+    with graph.inserting_before(node):
+        levels = graph.call_method("to", (source.args[0], torch.float32))  # type: ignore[union-attr]
+    levels.meta = dict(source.meta)  # type: ignore[union-attr]
+    with graph.inserting_after(node):
+        integers = graph.call_method("to", (node, torch.uint8))
+    integers.meta = {**node.meta, "dtype": torch.uint8}
+    for reader in list(node.users):
+        if reader is not integers:
+            lowering.replace(reader, integers)
+    node.replace_input_with(source, levels)  # type: ignore[arg-type]
+    lowering.erase(source)  # type: ignore[arg-type]
+    return "max pool of integers, generated"
+
+
+def _reads_strides(node: fx.Node) -> bool:
+    """A linear layer whose input is not contiguous, which Inductor would take for a batch of products."""
+    found = bind(node)
+    return (
+        found is not None and found[0].name == "linear" and is_dequantize(found[1][0]) and is_weight(found[1][1])
+        and len(found[1][0].meta["shape"]) > 2 and not found[1][0].meta.get("contiguous", True)
+    )  # fmt: skip
+
+
+def _contiguous(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    source = bind(node)[1][0]  # type: ignore[index]
+    with lowering.graph.inserting_before(source):
+        q = lowering.graph.call_method("contiguous", (source.args[0],))
+        dense = lowering.graph.call_function(DEQUANTIZE, (q, *source.args[1:]))
+    q.meta = {**source.args[0].meta, "contiguous": True}
+    dense.meta = {**source.meta, "contiguous": True}
+    node.replace_input_with(source, dense)
+    lowering.erase(source)
+    return "contiguous"
+
+
 def _in_float(node: fx.Node) -> bool:
     """A weight that is read by what has no int8 kernel here."""
     readers = [row_of(user) for user in node.users]
@@ -392,6 +471,8 @@ REWRITES: list[Rewrite] = [
             ("", [], fine),
         )
     ),
+    on("max_pool", _pools_wrongly, _pools_levels),
+    on("linear_contiguous", _reads_strides, _contiguous),
     on("weight_in_float", _in_float, _as_constant),
 ]
 
