@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch.fx.experimental._config as shape_config
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.graph import CodeGen
 
 from .containers import call_arguments
@@ -21,6 +25,9 @@ from .errors import RewriteError
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
 from .rewriter import record
+
+#: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
+CHECKS = "dbrq_checks"
 
 
 @without_autocast()
@@ -101,7 +108,13 @@ def program_of(
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     with torch.no_grad(), warnings.catch_warnings(), _silent():
         warnings.simplefilter("ignore")
-        return torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        before = _checks.set({})
+        try:
+            program = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            _say_where(program, _checks.get())
+        finally:
+            _checks.reset(before)
+    return program
 
 
 @contextlib.contextmanager
@@ -139,23 +152,101 @@ def _is_known(template: Any) -> bool:
                    for leaf in pytree.tree_leaves(template))  # fmt: skip
 
 
+#: What the graph that is being exported checks, as torch's symbols say it -> as its message says it.
+_checks: ContextVar[dict[str, str]] = ContextVar("checks")
+
+
 def _check(condition: Any, message: str) -> None:
-    torch._check(bool(condition) if isinstance(condition, Tensor) else condition, lambda: message)
+    if isinstance(condition, Tensor):
+        condition = _bool(condition)
+    if isinstance(condition, torch.SymBool):
+        _checks.get()[str(condition.node.expr)] = message
+    torch._check(condition, lambda: message)
+
+
+def _say_where(program: ExportedProgram, checks: Mapping[str, str]) -> None:
+    """Checks of numbers that were read from tensors are torch's own in a program, in symbols."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        expression = re.search("expression (.*) on node", node.args[1])
+        if expression is not None and expression[1] in checks:
+            node.args = (node.args[0], checks[expression[1]])
+    program.graph_module.recompile()
+    program.graph_module.meta[CHECKS] = dict(checks)
+
+
+def _is_read(x: Any) -> bool:
+    """Whether a float was computed from elements of tensors. torch 2.13 checks nothing of such floats when a program
+    runs, so they are compared as tensors.
+    """
+    return isinstance(x, torch.SymFloat) and bool(free_unbacked_symbols(x))
+
+
+def _read(x: Any) -> Any:
+    return torch.scalar_tensor(x, dtype=torch.float64) if _is_read(x) else x
+
+
+def _comparing(function: Callable) -> Callable:
+    def compare(a: Any, b: Any) -> Any:
+        if isinstance(b, bool) and isinstance(a, torch.SymBool):  # which no arithmetic takes
+            return a if function(True, b) else torch.sym_not(a)
+        a, b = _read(a), _read(b)
+        if isinstance(b, bool) and isinstance(a, Tensor):  # Inductor's ranges have no bools
+            return a if function(True, b) else a.logical_not()
+        return function(a, b)
+
+    return compare
+
+
+def _bool(x: Any) -> Any:
+    """(Bools themselves are symbols that Inductor of torch 2.13 trips over.)"""
+    x = _read(x)
+    if not isinstance(x, Tensor):
+        return x != 0
+    return (x if x.dtype is torch.bool else x != 0).to(torch.int64).item() != 0
 
 
 def _int(x: Any) -> Any:
-    return torch.sym_int(x.item() if isinstance(x, Tensor) else x)
+    x = _read(x)
+    return x.to(torch.int64).item() if isinstance(x, Tensor) else torch.sym_int(x)
 
 
 def _float(x: Any) -> Any:
     return torch.sym_float(x.item() if isinstance(x, Tensor) else x)
 
 
-#: Python functions that want plain numbers -> their likes for numbers that are not known yet.
-_SYMBOLIC: dict[Any, Callable] = {int: _int, float: _float, torch._assert: _check}
+def _all_equal(a: Tensor, b: Tensor) -> Any:
+    return a.shape == b.shape and _bool((a == b).all())
+
+
+def _all_close(*args: Any, **kwargs: Any) -> Any:
+    return _bool(torch.isclose(*args, **kwargs).all())
+
+
+def _unbind(x: Tensor, dim: int = 0, *, parts: int) -> Any:
+    torch._check(x.shape[dim] == parts, lambda: f"dbrq: this graph holds for {parts} parts of a tensor")
+    return torch.unbind(x, dim)
+
+
+#: What gives plain numbers, or wants them -> the like for numbers that are not known yet.
+_SYMBOLIC: dict[Any, Callable] = {
+    int: _int, float: _float, bool: _bool, torch._assert: _check,
+    torch.equal: _all_equal, torch.allclose: _all_close, torch.is_nonzero: _bool,
+    **{f: _comparing(f) for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)},
+}  # fmt: skip
 
 
 def _make_symbolic(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _SYMBOLIC:
             node.target = _SYMBOLIC[node.target]
+        elif node.target in (torch.unbind, "unbind") and (parts := _parts(node)) is not None:
+            node.op, node.target, node.kwargs = "call_function", _unbind, {**node.kwargs, "parts": parts}
+
+
+def _parts(node: fx.Node) -> int | None:
+    """The number of results that the graph asserts; torch.export wants to know it before there are any."""
+    for count in node.users:
+        for check in count.users if count.target is len else ():
+            if check.target in (operator.eq, _SYMBOLIC[operator.eq]) and isinstance(check.args[1], int):
+                return check.args[1]
+    return None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import Tensor, fx, nn
@@ -258,6 +259,8 @@ class GraphRecorder:
             args, kwargs = (*args[:first], *walk(self._size, tuple(args[first:]))), walk(self._size, kwargs)
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static(function, (*given, *options.values()))
+        if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
+            return self.execute(function, args, kwargs)  # a constant
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
@@ -333,6 +336,8 @@ class GraphRecorder:
                 return leaf.fx_node
             if isinstance(leaf, torch.device):
                 return str(leaf)
+            if isinstance(leaf, np.ndarray) and leaf.ndim:  # whoever made it of an input had its elements asserted
+                return self.node_of(torch.as_tensor(leaf))
             if hasattr(leaf, "dtype") and hasattr(leaf, "item"):  # numpy scalars
                 return leaf.item()
             return leaf

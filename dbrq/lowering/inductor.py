@@ -12,7 +12,7 @@ import copy
 import logging
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 
 from ..errors import CompilerError
-from ..exporting import plain_containers, program_of
+from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import remove_dead
 from ..graph_io import check_absent, check_input
 from .cleanup import written_attributes
@@ -49,6 +49,7 @@ class Form:
         used: which of the inputs it takes.
         output: how the outputs are nested.
         code: what Inductor generated.
+        checks: what it raises where the graph does not hold -> the message that says so.
     """
 
     key: tuple
@@ -58,6 +59,7 @@ class Form:
     used: tuple[int, ...]
     output: pytree.TreeSpec
     code: str
+    checks: dict[str, str]
 
 
 class InductorModel(LoweredModel):
@@ -88,8 +90,11 @@ class InductorModel(LoweredModel):
         form = self._by_key.get(key)
         if form is None:
             form = self._form(key, args, flat)
-        with torch.no_grad():
-            results = form.run(*[flat[i] for i in form.used])
+        try:
+            with torch.no_grad():
+                results = form.run(*[flat[i] for i in form.used])
+        except RuntimeError as error:
+            raise _said(error, form.checks) from None
         return pytree.tree_unflatten(results, form.output)
 
     def warm(self, args: Sequence[Any]) -> None:
@@ -154,7 +159,8 @@ class InductorModel(LoweredModel):
             run = compile_fx(module, examples)
         output = program.call_spec.out_spec
         assert output is not None
-        return Form(key, free, _guards(examples, used), run, used, output, "\n".join(codes))
+        checks = program.graph_module.meta[CHECKS]
+        return Form(key, free, _guards(examples, used), run, used, output, "\n".join(codes), checks)
 
     def _narrowing(self) -> contextlib.AbstractContextManager:
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""
@@ -235,6 +241,12 @@ def _generated() -> Iterator[list[str]]:
     codes: list[str] = []
     with mock.patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
         yield codes
+
+
+def _said(error: RuntimeError, checks: Mapping[str, str]) -> RuntimeError:
+    """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``."""
+    symbols = re.sub(r"^Expected (.*) but received .*$", r"\1", str(error))  # C++ adds a value
+    return RuntimeError(checks[symbols]) if symbols in checks else error
 
 
 def _dense(leaf: Any) -> Any:
