@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 import torch.fx.experimental._config as shape_config
 import torch.utils._pytree as pytree
@@ -22,6 +23,7 @@ from torch.fx.graph import CodeGen
 
 from .containers import call_arguments
 from .errors import RewriteError
+from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
 from .rewriter import record
@@ -91,6 +93,7 @@ def program_of(
         dynamic_shapes: as in ``torch.export.export``; None for as free as can be.
     """
     _make_symbolic(graph.graph)
+    _dequantize_for_each(graph)
     graph.recompile()
     args, kwargs = tuple(args), dict(kwargs or {})
     if dynamic_shapes is not None:
@@ -160,8 +163,15 @@ def _check(condition: Any, message: str) -> None:
     if isinstance(condition, Tensor):
         condition = _bool(condition)
     if isinstance(condition, torch.SymBool):
-        _checks.get()[str(condition.node.expr)] = message
+        _checks.get().update(dict.fromkeys(_spellings(condition.node.expr), message))
     torch._check(condition, lambda: message)
+
+
+def _spellings(expr: sympy.Basic) -> list[str]:
+    """How torch may come to say what is checked: an equal number is one in a range."""
+    if isinstance(expr, sympy.Eq) and expr.lhs.is_Symbol and expr.rhs.is_Integer:
+        return [str(e) for e in (expr, expr.lhs <= expr.rhs, expr.lhs >= expr.rhs)]
+    return [str(expr)]
 
 
 def _say_where(program: ExportedProgram, checks: Mapping[str, str]) -> None:
@@ -222,8 +232,8 @@ def _all_close(*args: Any, **kwargs: Any) -> Any:
     return _bool(torch.isclose(*args, **kwargs).all())
 
 
-def _unbind(x: Tensor, dim: int = 0, *, parts: int) -> Any:
-    torch._check(x.shape[dim] == parts, lambda: f"dbrq: this graph holds for {parts} parts of a tensor")
+def _unbind(x: Tensor, dim: int = 0, *, parts: int, message: str) -> Any:
+    _check(x.shape[dim] == parts, message)
     return torch.unbind(x, dim)
 
 
@@ -239,14 +249,29 @@ def _make_symbolic(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _SYMBOLIC:
             node.target = _SYMBOLIC[node.target]
-        elif node.target in (torch.unbind, "unbind") and (parts := _parts(node)) is not None:
-            node.op, node.target, node.kwargs = "call_function", _unbind, {**node.kwargs, "parts": parts}
+        elif node.target in (torch.unbind, "unbind") and (asserted := _parts(node)) is not None:
+            node.op, node.target, node.kwargs = "call_function", _unbind, {**node.kwargs, **asserted}
 
 
-def _parts(node: fx.Node) -> int | None:
+def _parts(node: fx.Node) -> dict[str, Any] | None:
     """The number of results that the graph asserts; torch.export wants to know it before there are any."""
     for count in node.users:
-        for check in count.users if count.target is len else ():
-            if check.target in (operator.eq, _SYMBOLIC[operator.eq]) and isinstance(check.args[1], int):
-                return check.args[1]
+        for equal in count.users if count.target is len else ():
+            for check in equal.users:
+                if check.target in (torch._assert, _check):
+                    return {"parts": equal.args[1], "message": check.args[1]}
     return None
+
+
+def _dequantize_for_each(graph: fx.GraphModule) -> None:
+    """A weight that several ops read is dequantized for each of them: Inductor's int8 patterns want one reader. Only
+    scales of its own keep the copies apart, which are equal otherwise.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=DEQUANTIZE_PER_CHANNEL):
+        int8, scale, *rest = node.args
+        for number, user in enumerate(list(node.users)[1:]):
+            name = f"{scale.target.replace('.', '_')}_again_{number}"
+            graph.register_buffer(name, operator.attrgetter(scale.target)(graph).clone())
+            with graph.graph.inserting_before(user):
+                again = graph.graph.call_function(node.target, (int8, graph.graph.get_attr(name), *rest))
+            user.replace_input_with(node, again)

@@ -40,6 +40,8 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "where"})  # fmt: skip
+#: How the message of each of the graph's assertions begins.
+ONE_PATH = "dbrq: this graph holds for one path through the model"
 _RANDOM = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|exponential|uniform")
 
 
@@ -454,10 +456,7 @@ class GraphRecorder:
             self._describe(condition)
         place = f"module {self.path or '<root>'}, {user_line()}"
         self.decisions.append(f"{what} was {value} ({place})")
-        message = (
-            f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from "
-            f"({place})"
-        )
+        message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
         self._describe(self.graph.call_function(torch._assert, (condition, message)))
 
     # Quantized values

@@ -24,7 +24,7 @@ from torch.fx.graph import CodeGen
 
 from ..errors import CompilerError
 from ..exporting import CHECKS, plain_containers, program_of
-from ..graph import remove_dead
+from ..graph import ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from .cleanup import written_attributes
 from .data import from_data
@@ -93,8 +93,11 @@ class InductorModel(LoweredModel):
         try:
             with torch.no_grad():
                 results = form.run(*[flat[i] for i in form.used])
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             raise _said(error, form.checks) from None
+        for result in results:
+            if isinstance(result, Tensor) and result.__dict__:  # torch's notes on sizes of its own
+                result.__dict__.clear()
         return pytree.tree_unflatten(results, form.output)
 
     def warm(self, args: Sequence[Any]) -> None:
@@ -243,10 +246,21 @@ def _generated() -> Iterator[list[str]]:
         yield codes
 
 
-def _said(error: RuntimeError, checks: Mapping[str, str]) -> RuntimeError:
-    """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``."""
+def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
+    """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``, numbered anew, and knows
+    the sizes that were checked.
+    """
+    if isinstance(error, AssertionError):
+        return RuntimeError(f"{ONE_PATH}: {error}") if checks else error
     symbols = re.sub(r"^Expected (.*) but received .*$", r"\1", str(error))  # C++ adds a value
-    return RuntimeError(checks[symbols]) if symbols in checks else error
+    said = [checks[symbols]] if symbols in checks else [
+        message for known, message in checks.items() if _unnumbered(known) == _unnumbered(symbols)
+    ]  # fmt: skip
+    return RuntimeError(" or ".join(dict.fromkeys(said))) if said else error
+
+
+def _unnumbered(symbols: str) -> str:
+    return re.sub(r"\b([us])\d+\b", r"\1", symbols)
 
 
 def _dense(leaf: Any) -> Any:
