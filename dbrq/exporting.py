@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import logging
 import operator
 import re
@@ -15,11 +17,11 @@ from typing import Any
 import sympy
 import torch
 import torch.fx.experimental._config as shape_config
+import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.graph import CodeGen
 
 from .containers import call_arguments
 from .errors import RewriteError
@@ -27,6 +29,7 @@ from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
 from .rewriter import record
+from .watch import random_state_kept
 
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
@@ -67,15 +70,13 @@ def export(
     args, _ = call_arguments(example_inputs, example_kwargs)
     recording = record(quantized, example_inputs, example_kwargs)
     graph = recording.graph
-    codegen = graph.graph._codegen
-    if isinstance(codegen, RestoringCodeGen) and not _is_known(codegen.returned.template):
-        graph.graph.set_codegen(CodeGen())
     names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(names, map(plain_containers, recording.inputs), strict=True))
     positional = tuple(given.pop(name) for name in names[: len(args)])
     named = {name: value for name, value in given.items() if name in recording.given}
     try:
-        return program_of(graph, positional, named, dynamic_shapes)
+        with random_state_kept():
+            return program_of(graph, positional, named, dynamic_shapes)
     except Exception as error:
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
@@ -103,9 +104,42 @@ def program_of(
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
         with contextlib.suppress(Exception), shape_config.patch(backed_size_oblivious=oblivious):
             program = _exported(graph, args, kwargs, free)
-            program.module()(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            tried = copy.deepcopy(program.module())  # which may write to its buffers
+            tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
             return program
     return _exported(graph, args, kwargs, None)
+
+
+class _Exportable(nn.Module):
+    """A graph as a module that returns real dicts and lists, and such of the user's own containers as pytree knows."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self._modules.update(graph._modules)
+        self._parameters.update(graph._parameters)
+        self._buffers.update(graph._buffers)
+        self._graph, codegen = graph.graph, graph.graph._codegen
+        known = isinstance(codegen, RestoringCodeGen) and _is_known(codegen.returned.template)
+        self._returned = codegen.returned if known else _plain  # type: ignore[attr-defined]
+        signature = inspect.signature(type(graph).forward)
+        self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        self.__dict__["forward"] = forward = functools.partial(_Exportable._run, self)
+        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        with fx.traceback.preserve_node_meta():
+            return self._returned(_plain(fx.Interpreter(self, graph=self._graph).run(*bound.args)))
+
+
+def _plain(value: Any) -> Any:
+    """fx has immutable containers of its own."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_plain, value))
+    return value
 
 
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
@@ -113,7 +147,7 @@ def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynami
         warnings.simplefilter("ignore")
         before = _checks.set({})
         try:
-            program = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(_Exportable(graph), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
             _say_where(program, _checks.get())
         finally:
             _checks.reset(before)
@@ -184,22 +218,25 @@ def _say_where(program: ExportedProgram, checks: Mapping[str, str]) -> None:
     program.graph_module.meta[CHECKS] = dict(checks)
 
 
-def _is_read(x: Any) -> bool:
-    """Whether a float was computed from elements of tensors. torch 2.13 checks nothing of such floats when a program
-    runs, so they are compared as tensors.
+def _as_tensor(x: Any, kinds: Any = torch.SymFloat) -> Any:
+    """A number that was read from tensors, as one again; any other as it is.
+
+    torch 2.13 checks nothing of such floats when a program runs, and of sizes that depend on values it takes an upper
+    bound of 0 or 1 for 2.
     """
-    return isinstance(x, torch.SymFloat) and bool(free_unbacked_symbols(x))
-
-
-def _read(x: Any) -> Any:
-    return torch.scalar_tensor(x, dtype=torch.float64) if _is_read(x) else x
+    if not isinstance(x, kinds) or not free_unbacked_symbols(x):
+        return x
+    return torch.scalar_tensor(x, dtype=torch.float64 if isinstance(x, torch.SymFloat) else torch.int64)
 
 
 def _comparing(function: Callable) -> Callable:
+    equality = function in (operator.eq, operator.ne)  # of integers: torch makes use of it for sizes
+    kinds = torch.SymFloat if equality else (torch.SymFloat, torch.SymInt)
+
     def compare(a: Any, b: Any) -> Any:
         if isinstance(b, bool) and isinstance(a, torch.SymBool):  # which no arithmetic takes
             return a if function(True, b) else torch.sym_not(a)
-        a, b = _read(a), _read(b)
+        a, b = _as_tensor(a, kinds), _as_tensor(b, kinds)
         if isinstance(b, bool) and isinstance(a, Tensor):  # Inductor's ranges have no bools
             return a if function(True, b) else a.logical_not()
         return function(a, b)
@@ -209,14 +246,18 @@ def _comparing(function: Callable) -> Callable:
 
 def _bool(x: Any) -> Any:
     """(Bools themselves are symbols that Inductor of torch 2.13 trips over.)"""
-    x = _read(x)
-    if not isinstance(x, Tensor):
-        return x != 0
-    return (x if x.dtype is torch.bool else x != 0).to(torch.int64).item() != 0
+    x = _as_tensor(x)
+    if isinstance(x, Tensor):
+        return (x if x.dtype is torch.bool else x != 0).to(torch.int64).item() != 0
+    return x if isinstance(x, (bool, torch.SymBool)) else x != 0
+
+
+def _item(x: Tensor) -> Any:
+    return _bool(x) if x.dtype is torch.bool else x.item()
 
 
 def _int(x: Any) -> Any:
-    x = _read(x)
+    x = _as_tensor(x)
     return x.to(torch.int64).item() if isinstance(x, Tensor) else torch.sym_int(x)
 
 
@@ -249,6 +290,8 @@ def _make_symbolic(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _SYMBOLIC:
             node.target = _SYMBOLIC[node.target]
+        elif node.op == "call_method" and node.target == "item":
+            node.op, node.target = "call_function", _item
         elif node.target in (torch.unbind, "unbind") and (asserted := _parts(node)) is not None:
             node.op, node.target, node.kwargs = "call_function", _unbind, {**node.kwargs, **asserted}
 
