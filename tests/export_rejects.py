@@ -162,7 +162,7 @@ class Settles(Rows):
 
     def forward(self, x):
         steps = 0
-        while x.abs().mean() > 1e-6 and steps < 3:
+        while x.abs().mean() > 1e-6 and steps < 2:
             x, steps = torch.tanh(self.first(x)), steps + 1
         return self.last(x)
 
