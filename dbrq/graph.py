@@ -267,9 +267,10 @@ class GraphRecorder:
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
-        versions = [t._version for t in tensors]
+        versions = [_version(t) for t in tensors]
         result = self.execute(function, args, kwargs)
-        if [t._version for t in tensors] != versions:
+        unversioned = -1 in versions and _says_it_writes(function, kwargs)
+        if [_version(t) for t in tensors] != versions or unversioned:
             node.meta["writes"] = True
             if not static:
                 self._written.update(t.untyped_storage()._cdata for t in tensors[:1])
@@ -546,6 +547,17 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
+
+
+def _says_it_writes(function: Callable, kwargs: dict) -> bool:
+    """Whether a call is in place by name, which is all there is to see in tensors made under ``inference_mode``."""
+    name = getattr(function, "__name__", "")
+    by_name = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    return by_name or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _base_name(target: Any) -> str:

@@ -374,6 +374,21 @@ def test_autocast_and_inference_mode_around_it():
     assert torch.equal(run(program.module(), x), run(expected.module(), x))
 
 
+def test_inference_mode_in_forward():
+    """Its tensors have no versions, by which writes are told elsewhere."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            y = self.layers(x)
+            y.mul_(3)
+            y[:, 0] = 1
+            return y
+
+    q, program = exported(model(forward), torch.randn(4, 8))
+    assert_same(program, q, torch.randn(4, 8), torch.randn(7, 8))
+    assert run(program.module(), torch.randn(2, 8))[:, 0].eq(1).all()
+
+
 # Errors
 
 
