@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import Tensor, fx, nn
@@ -39,6 +40,8 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "where"})  # fmt: skip
+#: How the message of each of the graph's assertions begins.
+ONE_PATH = "dbrq: this graph holds for one path through the model"
 _RANDOM = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|exponential|uniform")
 
 
@@ -258,13 +261,16 @@ class GraphRecorder:
             args, kwargs = (*args[:first], *walk(self._size, tuple(args[first:]))), walk(self._size, kwargs)
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static(function, (*given, *options.values()))
+        if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
+            return self.execute(function, args, kwargs)  # a constant
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
-        versions = [t._version for t in tensors]
+        versions = [_version(t) for t in tensors]
         result = self.execute(function, args, kwargs)
-        if [t._version for t in tensors] != versions:
+        unversioned = -1 in versions and _says_it_writes(function, kwargs)
+        if [_version(t) for t in tensors] != versions or unversioned:
             node.meta["writes"] = True
             if not static:
                 self._written.update(t.untyped_storage()._cdata for t in tensors[:1])
@@ -333,6 +339,8 @@ class GraphRecorder:
                 return leaf.fx_node
             if isinstance(leaf, torch.device):
                 return str(leaf)
+            if isinstance(leaf, np.ndarray) and leaf.ndim:  # whoever made it of an input had its elements asserted
+                return self.node_of(torch.as_tensor(leaf))
             if hasattr(leaf, "dtype") and hasattr(leaf, "item"):  # numpy scalars
                 return leaf.item()
             return leaf
@@ -449,10 +457,7 @@ class GraphRecorder:
             self._describe(condition)
         place = f"module {self.path or '<root>'}, {user_line()}"
         self.decisions.append(f"{what} was {value} ({place})")
-        message = (
-            f"dbrq: this graph holds for one path through the model: {what} was {value} in the run it was made from "
-            f"({place})"
-        )
+        message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
         self._describe(self.graph.call_function(torch._assert, (condition, message)))
 
     # Quantized values
@@ -542,6 +547,17 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
+
+
+def _says_it_writes(function: Callable, kwargs: dict) -> bool:
+    """Whether a call is in place by name, which is all there is to see in tensors made under ``inference_mode``."""
+    name = getattr(function, "__name__", "")
+    by_name = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    return by_name or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _base_name(target: Any) -> str:

@@ -418,7 +418,7 @@ class GraphRun(RunCall):
         if qparams is None:
             hook.unrecorded(tag, number)
             return None
-        key = ("read", id(x), x._version, qparams)
+        key = ("read", id(x), -1 if x.is_inference() else x._version, qparams)
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:
             return cached[1]

@@ -90,7 +90,8 @@ def record(
     parting = where_paths_part(token.record, quantized.__dict__["forward"].path)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
-        recording = _recorded(quantized, args, kwargs, inside)
+        with random_state_kept():
+            recording = _recorded(quantized, args, kwargs, inside)
     except SeveralPathsError:  # it knows the very line that decides
         raise
     except Exception as error:

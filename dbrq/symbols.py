@@ -54,7 +54,9 @@ class Traced:
         return format(self.value, spec)
 
     def __bool__(self) -> bool:
-        return builtins.bool(self.decided())
+        if type(self.value) is bool:
+            return self.decided()
+        return builtins.bool(self.recorder.scalar(operator.ne, (self, 0)))  # all that is decided
 
     def __hash__(self) -> int:
         return hash(self.decided())

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 
 from ..errors import CompilerError
-from ..exporting import plain_containers, program_of
-from ..graph import DEQUANTIZE, remove_dead
+from ..exporting import CHECKS, plain_containers, program_of
+from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from ..kernels import ints
 from .cleanup import written_attributes
@@ -66,6 +67,7 @@ class Form:
         used: which of the inputs it takes, and before them which sizes, as in ``free``.
         output: how the outputs are nested.
         code: what Inductor generated.
+        checks: what it raises where the graph does not hold -> the message that says so.
     """
 
     key: tuple
@@ -75,6 +77,7 @@ class Form:
     used: Used
     output: pytree.TreeSpec
     code: str
+    checks: dict[str, str]
 
 
 class InductorModel(LoweredModel):
@@ -105,8 +108,14 @@ class InductorModel(LoweredModel):
         form = self._by_key.get(key)
         if form is None:
             form = self._form(key, args, flat)
-        with torch.no_grad():
-            results = form.run(*form.used.of(flat))
+        try:
+            with torch.no_grad():
+                results = form.run(*form.used.of(flat))
+        except (RuntimeError, AssertionError) as error:
+            raise _said(error, form.checks) from None
+        for result in results:
+            if isinstance(result, Tensor) and result.__dict__:  # torch's notes on sizes of its own
+                result.__dict__.clear()
         return pytree.tree_unflatten(results, form.output)
 
     def warm(self, args: Sequence[Any]) -> None:
@@ -167,7 +176,8 @@ class InductorModel(LoweredModel):
             run = compile_fx(module, examples)
         output = program.call_spec.out_spec
         assert output is not None
-        return Form(key, free, _guards(examples, used), run, used, output, "\n".join(codes))
+        checks = program.graph_module.meta[CHECKS]
+        return Form(key, free, _guards(examples, used), run, used, output, "\n".join(codes), checks)
 
     def _narrowing(self) -> contextlib.AbstractContextManager:
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""
@@ -235,7 +245,8 @@ def _settings(cpp_wrapper: bool) -> Iterator[None]:
     """Inductor's, while it compiles: weights are constants, which its int8 passes ask for."""
     from torch._inductor import config
 
-    with torch.no_grad(), config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
+    with torch.no_grad(), warnings.catch_warnings(), config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
+        warnings.simplefilter("ignore")  # of torch's own code
         yield
 
 
@@ -249,6 +260,23 @@ def _generated() -> Iterator[list[str]]:
     codes: list[str] = []
     with mock.patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
         yield codes
+
+
+def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
+    """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``, numbered anew, and knows
+    the sizes that were checked.
+    """
+    if isinstance(error, AssertionError):
+        return RuntimeError(f"{ONE_PATH}: {error}") if checks else error
+    symbols = re.sub(r"^Expected (.*) but received .*$", r"\1", str(error))  # C++ adds a value
+    said = [checks[symbols]] if symbols in checks else [
+        message for known, message in checks.items() if _unnumbered(known) == _unnumbered(symbols)
+    ]  # fmt: skip
+    return RuntimeError(" or ".join(dict.fromkeys(said))) if said else error
+
+
+def _unnumbered(symbols: str) -> str:
+    return re.sub(r"\b([us])\d+\b", r"\1", symbols)
 
 
 def _dense(leaf: Any) -> Any:
