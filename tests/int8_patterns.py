@@ -22,14 +22,12 @@ class Pattern:
         example: one call's inputs.
         free: sizes of the first input that vary at inference.
         bfloat16: float parts in bfloat16.
-        fewer_in_pt2e: external calls that PT2E does not make, and why it is no fault to make them.
     """
 
     make: Callable[[], nn.Module]
     example: Callable[[], Any]
     free: tuple[int, ...] = ()
     bfloat16: bool = False
-    fewer_in_pt2e: str = ""
 
 
 class Chain(nn.Module):
@@ -148,7 +146,7 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d": (lambda: conv(2), (2, 16, 8, 8)), "conv1d": (lambda: conv(1), (2, 16, 12)),
-    "linear": (linear, (4, 16)), "linear, 3-d": (linear, (2, 5, 16)),
+    "linear": (linear, (4, 16)),
 }  # fmt: skip
 
 
@@ -169,16 +167,15 @@ def _patterns() -> dict[str, Pattern]:
         for name, after in AFTER.items():
             if name.startswith("gelu") and not layer.startswith("linear"):
                 continue
-            add(f"{layer} + {name}, float out", lambda m=make, a=after: Chain(m(), a, None), shape)
-            add(f"{layer} + {name}, int8 out", lambda m=make, a=after: Chain(m(), a, m()), shape)
-        if layer == "linear, 3-d":
-            continue
+            add(f"{layer} + {name}", lambda m=make, a=after: Chain(m(), a, m()), shape)
+        add(f"{layer} + relu, float out", lambda m=make: Chain(m(), torch.relu, None), shape)
         for relu in (False, True):
             words = f"{layer} + add{' + relu' if relu else ''}"
             for swapped in (False, True):
                 order = "other first" if swapped else "other last"
                 add(f"{words}, {order}", lambda m=make, r=relu, s=swapped: Residual((m(), m(), m()), r, s), shape)
             add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape)
+    add("linear + gelu, 3-d", lambda: Chain(linear(), F.gelu, linear()), (2, 5, 16))
     add("max_pool2d", Pool, (2, 16, 9, 9))
     add("cat", Cat, (2, 16, 8, 8))
     add("flatten", Flatten, (2, 16, 8, 8))

@@ -170,7 +170,7 @@ class InductorModel(LoweredModel):
         module.graph.set_codegen(CodeGen())
         used, examples = _take(module.graph)
         module.recompile()
-        with _settings(self.cpp_wrapper), self._narrowing(), _generated() as codes:
+        with _settings(self.cpp_wrapper), self._narrowing(), generated_code() as codes:
             from torch._inductor.compile_fx import compile_fx
 
             run = compile_fx(module, examples)
@@ -251,7 +251,7 @@ def _settings(cpp_wrapper: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generated() -> Iterator[list[str]]:
+def generated_code() -> Iterator[list[str]]:
     """The code that Inductor generates meanwhile."""
     from unittest import mock
 
