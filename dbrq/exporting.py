@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -151,8 +152,15 @@ def _float(x: Any) -> Any:
     return torch.sym_float(x.item() if isinstance(x, Tensor) else x)
 
 
+def _eq(x: Any, y: Any) -> Any:
+    """sympy does not compare truth values that are not known yet."""
+    if isinstance(x, torch.SymBool) and isinstance(y, bool):
+        return x if y else torch.sym_not(x)
+    return x == y
+
+
 #: Python functions that want plain numbers -> their likes for numbers that are not known yet.
-_SYMBOLIC: dict[Any, Callable] = {int: _int, float: _float, torch._assert: _check}
+_SYMBOLIC: dict[Any, Callable] = {int: _int, float: _float, operator.eq: _eq, torch._assert: _check}
 
 
 def _make_symbolic(graph: fx.Graph) -> None:
