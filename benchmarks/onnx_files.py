@@ -1,8 +1,8 @@
 """How far ONNX Runtime and OpenVINO, running the file of ``dbrq.export_onnx``, are from dbrq: ``python
 benchmarks/onnx_files.py``.
 
-A step is 1/255 of the range of dbrq's own output. ONNX Runtime runs the graph as it is written, and then optimized, with
-its int8 kernels; OpenVINO keeps float parts in float32. *itself* is how far dbrq's converted model is from itself
+A step is 1/255 of the range of dbrq's own output. ONNX Runtime runs the graph as it is written, and then optimized,
+with its int8 kernels; OpenVINO keeps float parts in float32. *itself* is how far dbrq's converted model is from itself
 when its float inputs change by a millionth, or its graph (``rewrite``) from it where there are no float inputs: what
 rounding alone does to the model.
 """
@@ -87,7 +87,15 @@ def measure(bench: Benchmark) -> Iterator[list[Any]]:
         size = os.path.getsize(path) / 1e6
         floats = [bench.output(call(bench.model, item)) for item in bench.test]
         ours = [bench.output(call(quantized, item)) for item in bench.test]
-        yield [bench.name, "dbrq", f"{size:.0f} MB", "-", "-", "-", f"{sqnr(torch.stack(floats), torch.stack(ours)):.1f}"]
+        yield [
+            bench.name,
+            "dbrq",
+            f"{size:.0f} MB",
+            "-",
+            "-",
+            "-",
+            f"{sqnr(torch.stack(floats), torch.stack(ours)):.1f}",
+        ]
         for name, run in runtimes(quantized, item, path):
             theirs = [first(run(item)) for item in bench.test]
             steps = [(a - b).abs() / ((a.max() - a.min()) / 255) for a, b in zip(ours, theirs, strict=True)]

@@ -7,7 +7,7 @@ import copy
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from .containers import call_arguments
 from .errors import RewriteError
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
-from .rewriter import record
+from .rewriter import Recording, record
 
 
-@without_autocast()
 def export(
     quantized: nn.Module,
     example_inputs: Any = (),
@@ -44,7 +43,7 @@ def export(
             integer, that the graph does not depend on stays free, a batch of one included.
 
     Returns:
-        The program. Output containers that ``torch.utils._pytree`` does not know become plain tuples and dicts.
+        The program. Its outputs are in plain dicts, lists and tuples, nested as the model's own.
 
     Raises:
         RewriteError: one graph cannot stand for the model, for the reason and the line that it names; or the graph
@@ -56,23 +55,45 @@ def export(
     >>> program.module()(torch.randn(5, 4)).shape
     torch.Size([5, 3])
     """
+    return exported(quantized, example_inputs, example_kwargs, dynamic_shapes)[0]
+
+
+@without_autocast()
+def exported(
+    quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> tuple[ExportedProgram, Recording]:
+    """What ``export`` returns, and the recording that it was made from; its graph is used up."""
     args, _ = call_arguments(example_inputs, example_kwargs)
     recording = record(quantized, example_inputs, example_kwargs)
     graph = recording.graph
-    codegen = graph.graph._codegen
-    if isinstance(codegen, RestoringCodeGen) and not _is_known(codegen.returned.template):
-        graph.graph.set_codegen(CodeGen())
+    _return_plain(graph.graph)
     names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(names, map(plain_containers, recording.inputs), strict=True))
     positional = tuple(given.pop(name) for name in names[: len(args)])
     named = {name: value for name, value in given.items() if name in recording.given}
+    _fix_defaults(graph.graph, given.keys() - named.keys())
     try:
-        return program_of(graph, positional, named, dynamic_shapes)
+        return program_of(graph, positional, named, dynamic_shapes), recording
     except Exception as error:
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
             hint="dbrq.rewrite gives the graph itself; a graph that decides on values of tensors may not export",
         ) from error  # fmt: skip
+
+
+def _fix_defaults(graph: fx.Graph, names: Set[str]) -> None:
+    """Put defaults in the place of inputs that the example does not give.
+
+    ``torch.export`` runs graphs with their inputs in a row, and would take what comes after such an input for it.
+    """
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target in names:
+            (default,) = node.args or (None,)
+            for user in list(node.users):
+                user.args, user.kwargs = fx.node.map_arg(
+                    (user.args, user.kwargs), lambda arg, node=node, default=default: default if arg is node else arg
+                )
+            graph.erase_node(node)
 
 
 def program_of(
@@ -134,10 +155,25 @@ def plain_containers(value: Any) -> Any:
     return value
 
 
-def _is_known(template: Any) -> bool:
-    """Whether pytree can take an output apart."""
-    return not any(isinstance(leaf, Mapping) or hasattr(leaf, "__dataclass_fields__") or isinstance(leaf, (list, tuple))
-                   for leaf in pytree.tree_leaves(template))  # fmt: skip
+def _return_plain(graph: fx.Graph) -> None:
+    """Return dicts, lists and tuples, nested as in the user's output; code that restores its classes is not traced."""
+    codegen = graph._codegen
+    if isinstance(codegen, RestoringCodeGen):
+        returned = copy.copy(codegen.returned)
+        returned.template = _plain_output(returned.template)
+        output = graph.output_node()
+        output.args = (returned(output.args[0]),)
+        graph.set_codegen(CodeGen())
+
+
+def _plain_output(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_output(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_plain_output(item) for item in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain_output(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
 
 
 def _check(condition: Any, message: str) -> None:
@@ -152,6 +188,12 @@ def _float(x: Any) -> Any:
     return torch.sym_float(x.item() if isinstance(x, Tensor) else x)
 
 
+def _bool(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        x = x.item()
+    return x if isinstance(x, torch.SymBool) else x != 0
+
+
 def _eq(x: Any, y: Any) -> Any:
     """sympy does not compare truth values that are not known yet."""
     if isinstance(x, torch.SymBool) and isinstance(y, bool):
@@ -160,7 +202,7 @@ def _eq(x: Any, y: Any) -> Any:
 
 
 #: Python functions that want plain numbers -> their likes for numbers that are not known yet.
-_SYMBOLIC: dict[Any, Callable] = {int: _int, float: _float, operator.eq: _eq, torch._assert: _check}
+_SYMBOLIC: dict[Any, Callable] = {bool: _bool, int: _int, float: _float, operator.eq: _eq, torch._assert: _check}
 
 
 def _make_symbolic(graph: fx.Graph) -> None:

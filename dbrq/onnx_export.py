@@ -15,10 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .errors import ConfigurationError, ExportError
-from .exporting import export
+from .exporting import exported
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
 OPSET = 20
@@ -71,15 +71,21 @@ def export_onnx(
     try:
         # Under its final name, since a file with external data names that file; in the folder, so that it can be moved.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".dbrq-onnx-") as folder:
-            program = export(quantized, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
+            program, recording = exported(quantized, example_inputs, example_kwargs, dynamic_shapes)
             onnx_program = _translated(program, translations, opset_version)
-            _warn_of_assertions(program)
             onnx_program.save(Path(folder) / path.name)
             for part in sorted(Path(folder).iterdir(), reverse=True):  # the data before the model that needs it
                 os.replace(part, path.parent / part.name)
     except OSError as error:
         raise ExportError(f"the file cannot be written: {error}", got=str(path),
                           hint="the folder must exist, and you must be allowed to write there") from error  # fmt: skip
+    if recording.decisions:
+        made = recording.graph.meta["decisions"]
+        warnings.warn(
+            "dbrq: the model's code decided on values of tensors, which the ONNX file does not check: "
+            + "; ".join(made[:3]) + (f"; and {len(made) - 3} more" if len(made) > 3 else ""),
+            stacklevel=2,
+        )  # fmt: skip
 
 
 def _translations() -> dict:
@@ -112,10 +118,8 @@ def _translated(program: ExportedProgram, translations: dict, opset_version: int
     model = onnx_program.model
     _forget_source(model)
     _transpose_weights(model)
-    _name_outputs(model, program)
-    sizes = {str(size): f"{given.name}_dim{i}" for given in reversed(model.graph.inputs)
-             for i, size in reversed(list(enumerate(given.shape or ()))) if not isinstance(size, int)}  # fmt: skip
-    onnx_program.rename_axes(sizes)  # type: ignore[arg-type]
+    _name_ends(model, program)
+    _name_sizes(onnx_program)
     return onnx_program
 
 
@@ -169,32 +173,54 @@ def _transpose_weights(model: Any) -> None:
         graph.remove(node, safe=True)
 
 
-def _name_outputs(model: Any, program: ExportedProgram) -> None:
-    """Outputs get the names they have in the model's own output, and values of their own."""
+def _name_ends(model: Any, program: ExportedProgram) -> None:
+    """Inputs get the names of arguments; outputs those they have in the model's own output, and values of their own."""
     import onnx_ir as ir
 
-    graph = model.graph
-    specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    nested = pytree.tree_unflatten(list(range(len(specs))), program.call_spec.out_spec)
-    keys = [path for path, _ in pytree.tree_flatten_with_path(nested)[0]]
-    keys = [key for key, spec in zip(keys, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
-    named = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
-    named |= {value.name: value for node in graph.all_nodes() for value in node.outputs}
-    for i, key in enumerate(keys):
+    graph, signature = model.graph, program.graph_signature
+    values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
+    values |= {value.name: value for node in graph.all_nodes() for value in node.outputs}
+
+    def rename(value: Any, name: str) -> None:
+        other = values.pop(name, None)
+        if other is not None and other is not value:
+            other.name = f"{name}_value"
+        value.name = name
+
+    inputs = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    arguments = [arg for arg in inputs if not isinstance(arg, ConstantArgument)]
+    for value, argument in zip(graph.inputs, arguments, strict=True):
+        rename(value, argument.name)  # torch renames inputs that the graph returns
+    taken = {value.name for value in graph.inputs}
+    outputs = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    nested = pytree.tree_unflatten(outputs, program.call_spec.out_spec)
+    paths = [path for path, arg in pytree.tree_flatten_with_path(nested)[0] if not isinstance(arg, ConstantArgument)]
+    for i, path in enumerate(paths):
         value = graph.outputs[i]
         if value.producer() is None or value in graph.outputs[:i]:
             copied = ir.node("Identity", [value])
             copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
             graph.append(copied)
             value = graph.outputs[i] = copied.outputs[0]
-        name = _name(key)
-        other = named.pop(name, None)
-        while other is not None and other is not value and other.producer() is None:  # an input keeps its name
-            name += "_out"
-            other = named.pop(name, None)
-        if other is not None and other is not value:
-            other.name = f"{name}_value"
-        value.name = name
+        name = _name(path)
+        rename(value, f"{name}_out" if name in taken else name)
+
+
+def _name_sizes(onnx_program: torch.onnx.ONNXProgram) -> None:
+    """Sizes that stay free are named after the first input that has them."""
+    import onnx_ir as ir
+
+    graph = onnx_program.model.graph
+    for value in (*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)):
+        if value.shape is not None:  # torch writes some sizes that it has learned as names: "8"
+            sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+            value.shape = ir.Shape(int(s) if isinstance(s, str) and s.isdigit() else s for s in sizes)
+    names: dict[str, str] = {}
+    for given in graph.inputs:
+        for i, size in enumerate(given.shape or ()):
+            if not isinstance(size, int) and size.value is not None:
+                names.setdefault(size.value, f"{given.name}_dim{i}")
+    onnx_program.rename_axes(names)  # type: ignore[arg-type]
 
 
 def _name(key: tuple) -> str:
@@ -202,14 +228,3 @@ def _name(key: tuple) -> str:
     if not names or names[0].isdigit():
         names.insert(0, "output")
     return "_".join(names)
-
-
-def _warn_of_assertions(program: ExportedProgram) -> None:
-    """Say what an ONNX file cannot: that it holds for some values only."""
-    checks = [node for node in program.graph.nodes if node.target is torch.ops.aten._assert_scalar.default]
-    if checks:
-        warnings.warn(
-            f"dbrq: the model's code decided on values of tensors, which the ONNX file does not check: {checks[0].args[1]}"
-            + (f", and {len(checks) - 1} more" if len(checks) > 1 else ""),
-            stacklevel=3,
-        )

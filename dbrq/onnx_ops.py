@@ -1,4 +1,4 @@
-"""How ``quantized_decomposed`` ops are written in ONNX. Imports onnxscript, so only ``export_onnx`` imports this module.
+"""How ``quantized_decomposed`` ops are written in ONNX. Imports onnxscript: only ``export_onnx`` imports it.
 
 Parameters that are annotated as numbers arrive as plain numbers; dtypes arrive as ONNX's numbers for them.
 """
