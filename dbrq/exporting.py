@@ -89,10 +89,12 @@ def _fix_defaults(graph: fx.Graph, names: Set[str]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder" and node.target in names:
             (default,) = node.args or (None,)
+
+            def fixed(arg: fx.Node, node: fx.Node = node, default: Any = default) -> Any:
+                return default if arg is node else arg
+
             for user in list(node.users):
-                user.args, user.kwargs = fx.node.map_arg(
-                    (user.args, user.kwargs), lambda arg, node=node, default=default: default if arg is node else arg
-                )
+                user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), fixed)
             graph.erase_node(node)
 
 
