@@ -286,6 +286,7 @@ def test_linear_layers_run_in_int8_in_onnxruntime(tmp_path):
         assert fused["MatMulIntegerToFloat"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max")
 def test_seven_bits_stay_seven_bits(tmp_path):
     """Values beyond the calibrated range saturate at 127."""
     model = nn.Sequential(nn.Linear(4, 4))
@@ -380,6 +381,13 @@ def test_inputs_in_containers(tmp_path):
     exported = export(tmp_path, model, ({"a": torch.randn(3, 8), "b": [torch.randn(3, 4)]},))
     assert list(inputs_of(exported)) == ["x_a", "x_b_0"]
     onnx.checker.check_model(str(exported.path), full_check=True)
+
+
+def test_numbers_are_inputs(tmp_path):
+    model = Call(lambda m, x, n: m.a(x) * n, a=nn.Linear(8, 4))
+    exported = export(tmp_path, model, (torch.randn(3, 8), 3))
+    assert len(inputs_of(exported)) == 2
+    exported.check((torch.randn(5, 8), 7))
 
 
 def test_fixed_sizes(tmp_path):
