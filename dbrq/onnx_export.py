@@ -68,17 +68,16 @@ def export_onnx(
         raise ConfigurationError("opset_version is too old", expected="18 or newer", got=opset_version,
                                  hint=f"leave it out for {OPSET}")  # fmt: skip
     path = Path(path)
-    try:
-        # Under its final name, since a file with external data names that file; in the folder, so that it can be moved.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".dbrq-onnx-") as folder:
-            program, recording = exported(quantized, example_inputs, example_kwargs, dynamic_shapes)
-            onnx_program = _translated(program, translations, opset_version)
-            onnx_program.save(Path(folder) / path.name)
-            for part in sorted(Path(folder).iterdir(), reverse=True):  # the data before the model that needs it
+    with _writing(path):
+        # In the same folder, so that the file can be moved to its place.
+        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=".dbrq-onnx-")
+    with folder:
+        program, recording = exported(quantized, example_inputs, example_kwargs, dynamic_shapes)
+        onnx_program = _translated(program, translations, opset_version)
+        with _writing(path):
+            onnx_program.save(Path(folder.name) / path.name)  # a file with external data holds that file's name
+            for part in sorted(Path(folder.name).iterdir(), reverse=True):  # the data before the model that needs it
                 os.replace(part, path.parent / part.name)
-    except OSError as error:
-        raise ExportError(f"the file cannot be written: {error}", got=str(path),
-                          hint="the folder must exist, and you must be allowed to write there") from error  # fmt: skip
     if recording.decisions:
         made = recording.graph.meta["decisions"]
         warnings.warn(
@@ -86,6 +85,15 @@ def export_onnx(
             + "; ".join(made[:3]) + (f"; and {len(made) - 3} more" if len(made) > 3 else ""),
             stacklevel=2,
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(f"the file cannot be written: {error}", got=str(path),
+                          hint="the folder must exist, and you must be allowed to write there") from error  # fmt: skip
 
 
 def _translations() -> dict:
