@@ -15,6 +15,7 @@ from .errors import (
     CompilerError,
     ConfigurationError,
     DeviationError,
+    ExportError,
     KernelInputError,
     LoadError,
     NotCalibratedError,
@@ -27,6 +28,7 @@ from .exporting import export
 from .fusion import find_fusions
 from .lowering import lower
 from .observers import HistogramObserver, default_qconfig_mapping
+from .onnx_export import export_onnx
 from .profiling import profile
 from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
@@ -41,6 +43,7 @@ __all__ = [
     "CompilerError",
     "ConfigurationError",
     "DeviationError",
+    "ExportError",
     "HistogramObserver",
     "KernelInputError",
     "LoadError",
@@ -54,6 +57,7 @@ __all__ = [
     "convert",
     "default_qconfig_mapping",
     "export",
+    "export_onnx",
     "find_fusions",
     "load",
     "load_recipe",

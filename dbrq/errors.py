@@ -70,6 +70,10 @@ class RewriteError(QuantizationError):
     """The model cannot be written as one graph, or the graph cannot be lowered."""
 
 
+class ExportError(QuantizationError):
+    """A file format cannot hold the model, the file cannot be written, or a package that writes it is missing."""
+
+
 class CompilerError(QuantizationError):
     """A backend that generates code finds no compiler."""
 

@@ -28,14 +28,13 @@ from .errors import RewriteError
 from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
-from .rewriter import record
+from .rewriter import Recording, record
 from .watch import random_state_kept
 
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
 
 
-@without_autocast()
 def export(
     quantized: nn.Module,
     example_inputs: Any = (),
@@ -67,6 +66,14 @@ def export(
     >>> program.module()(torch.randn(5, 4)).shape
     torch.Size([5, 3])
     """
+    return exported(quantized, example_inputs, example_kwargs, dynamic_shapes)[0]
+
+
+@without_autocast()
+def exported(
+    quantized: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> tuple[ExportedProgram, Recording]:
+    """What ``export`` returns, and the recording that it was made from; its graph is used up."""
     args, _ = call_arguments(example_inputs, example_kwargs)
     recording = record(quantized, example_inputs, example_kwargs)
     graph = recording.graph
@@ -76,7 +83,7 @@ def export(
     named = {name: value for name, value in given.items() if name in recording.given}
     try:
         with random_state_kept():
-            return program_of(graph, positional, named, dynamic_shapes)
+            return program_of(graph, positional, named, dynamic_shapes), recording
     except Exception as error:
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
@@ -119,8 +126,11 @@ class _Exportable(nn.Module):
         self._parameters.update(graph._parameters)
         self._buffers.update(graph._buffers)
         self._graph, codegen = graph.graph, graph.graph._codegen
-        known = isinstance(codegen, RestoringCodeGen) and _is_known(codegen.returned.template)
-        self._returned = codegen.returned if known else _plain  # type: ignore[attr-defined]
+        self._returned: Callable[[Any], Any] = _plain
+        if isinstance(codegen, RestoringCodeGen):
+            self._returned = returned = copy.copy(codegen.returned)
+            if not _is_known(returned.template):
+                returned.template = _plain_output(returned.template)
         signature = inspect.signature(type(graph).forward)
         self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
         self.__dict__["forward"] = forward = functools.partial(_Exportable._run, self)
@@ -187,6 +197,17 @@ def _is_known(template: Any) -> bool:
     """Whether pytree can take an output apart."""
     return not any(isinstance(leaf, Mapping) or hasattr(leaf, "__dataclass_fields__") or isinstance(leaf, (list, tuple))
                    for leaf in pytree.tree_leaves(template))  # fmt: skip
+
+
+def _plain_output(value: Any) -> Any:
+    """dicts, lists and tuples, nested as the user's containers are."""
+    if isinstance(value, Mapping):
+        return {key: _plain_output(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_plain_output(item) for item in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain_output(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
 
 
 #: What the graph that is being exported checks, as torch's symbols say it -> as its message says it.

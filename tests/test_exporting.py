@@ -5,12 +5,13 @@ What a program is compared with is the converted model, of which it is another f
 
 import copy
 import io
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from helpers import agreement, run, step_of
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
@@ -248,6 +249,35 @@ def test_containers_that_pytree_knows_are_kept():
         got, expected = run(program.module(), x), returned(torch.zeros(3, 4), x * 2)
         assert type(got) is type(expected)
         assert [type(leaf) for leaf in tree_leaves(got)] == [type(leaf) for leaf in tree_leaves(expected)]
+
+
+NESTED = {
+    "dict of more": (lambda y: {"a": y, "b": (y, [y]), "c": None}, lambda y: {"a": y, "b": (y, [y]), "c": None}),
+    "ordered dict": (lambda y: OrderedDict(a=y), lambda y: {"a": y}),
+    "dataclass with more": (lambda y: Output(y, (y,)), lambda y: {"logits": y, "hidden": (y,)}),
+    "shape": (lambda y: (y, y.shape), lambda y: (y, tuple(y.shape))),
+}
+
+
+@pytest.mark.parametrize("output, plain", NESTED.values(), ids=NESTED)
+def test_outputs_are_nested_as_the_model_nests_them(output, plain):
+    quantized = dbrq.quantize(Returns(output), [torch.randn(3, 4)])
+    program = dbrq.export(quantized, torch.randn(3, 4))
+    x = torch.randn(5, 4)
+    quantized.output = lambda y: y
+    got, expected = program.module()(x), plain(quantized(x))
+    assert pytree.tree_structure(got) == pytree.tree_structure(expected)
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        assert torch.allclose(a, b, atol=1e-5) if isinstance(a, torch.Tensor) else a == b
+
+
+class Returns(nn.Module):
+    def __init__(self, output):
+        super().__init__()
+        self.fc, self.output = nn.Linear(4, 4), output
+
+    def forward(self, x):
+        return self.output(self.fc(x) * 2)
 
 
 def test_other_containers_become_plain_ones(tmp_path):
