@@ -10,6 +10,7 @@ from tabulate import tabulate
 from torch import nn
 
 from .errors import ConfigurationError
+from .lowering.onednn import OneDNNModel
 from .report import LOWERED_REPORT
 
 
@@ -67,7 +68,8 @@ def profile(lowered: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) 
 
     Args:
         lowered: what ``lower`` returned. Of models for the onednn backend each primitive is timed by itself, in the
-            order of a call; of torchscript models torch's profiler gives the time of each of torch's ops.
+            order of a call; of others torch's profiler gives the time of each of torch's ops. (Code that Inductor
+            generated is none of them.)
         inputs, kwargs: a call's arguments.
         repeats: how often the model runs; the least time of each kernel counts.
 
@@ -83,10 +85,10 @@ def profile(lowered: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) 
     if not isinstance(getattr(lowered, LOWERED_REPORT, None), str):
         raise ConfigurationError("profile takes lowered models", got=type(lowered).__name__, hint="see dbrq.lower")
     with torch.no_grad():
-        if isinstance(lowered, torch.jit.ScriptModule):
-            found = _torch_times(lowered, inputs, kwargs, repeats)
+        if isinstance(lowered, OneDNNModel):
+            found = lowered.timed(inputs, kwargs, repeats)
         else:
-            found = lowered.timed(inputs, kwargs, repeats)  # type: ignore[operator]
+            found = _torch_times(lowered, inputs, kwargs, repeats)
     total = sum(row[4] for row in found) or 1.0
     return Profile(tuple(
         ProfileRow(op, kernel, computes, shape, us, 2e-3 * macs / us if macs and us else None, us / total)

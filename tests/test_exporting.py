@@ -253,7 +253,7 @@ def test_containers_that_pytree_knows_are_kept():
 
 NESTED = {
     "dict of more": (lambda y: {"a": y, "b": (y, [y]), "c": None}, lambda y: {"a": y, "b": (y, [y]), "c": None}),
-    "ordered dict": (lambda y: OrderedDict(a=y), lambda y: {"a": y}),
+    "ordered dict": (lambda y: OrderedDict(a=y), lambda y: OrderedDict(a=y)),
     "dataclass with more": (lambda y: Output(y, (y,)), lambda y: {"logits": y, "hidden": (y,)}),
     "shape": (lambda y: (y, y.shape), lambda y: (y, tuple(y.shape))),
 }

@@ -51,6 +51,16 @@ class Used:
     sizes: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
 
+    def free(self, examples: Sequence[Any]) -> frozenset[tuple[int, int]]:
+        """Sizes that stayed free, of ``examples`` of what is taken: not all that could have do, those of 1 never."""
+        found: set[tuple[int, int]] = set()
+        for i, example in zip(self.inputs, examples[len(self.sizes) :], strict=True):
+            if isinstance(example, Tensor):
+                found |= {(i, d) for d, size in enumerate(example.shape) if isinstance(size, torch.SymInt)}
+            elif isinstance(example, torch.SymInt):
+                found.add((i, -1))
+        return frozenset(found)
+
     def of(self, flat: Sequence[Any]) -> list[Any]:
         return [*(flat[i].shape[d] for i, d in self.sizes), *(flat[i] for i in self.inputs)]
 
@@ -168,6 +178,8 @@ class InductorModel(LoweredModel):
         program = program_of(graph, example, None, _dynamic_shapes(graph.graph, flat, nested, free))
         module: Any = program.module(check_guards=False)
         module.graph.set_codegen(CodeGen())
+        if self.dtype is not torch.float32:
+            _narrow(module.graph)
         used, examples = _take(module.graph)
         module.recompile()
         with _settings(self.cpp_wrapper), self._narrowing(), generated_code() as codes:
@@ -177,7 +189,7 @@ class InductorModel(LoweredModel):
         output = program.call_spec.out_spec
         assert output is not None
         checks = program.graph_module.meta[CHECKS]
-        return Form(key, free, _guards(examples, used), run, used, output, "\n".join(codes), checks)
+        return Form(key, used.free(examples), _guards(examples, used), run, used, output, "\n".join(codes), checks)
 
     def _narrowing(self) -> contextlib.AbstractContextManager:
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""
@@ -313,6 +325,18 @@ def _fits(form: Form, key: tuple, flat: Sequence[Any]) -> bool:
         elif now != before and (i, -1) not in form.free:
             return False
     return form.fits(flat)
+
+
+def _narrow(graph: fx.Graph) -> None:
+    """Let dtypes be others than in the program, but for those of outputs."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.dtype is torch.float32:
+            with graph.inserting_before(output):
+                output.replace_input_with(node, graph.call_function(torch.ops.aten.to.dtype, (node, torch.float32)))
 
 
 def _take(graph: fx.Graph) -> tuple[Used, list[Any]]:
