@@ -18,7 +18,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DECOMPOSITIONS = _PACKAGE + "decompositions.py"  # stands in for torch's own Python, which the user calls
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED, _USER, _BORDER = range(3)
-_kinds: dict[CodeType, int] = {}
+#: id of a code object -> that and its kind. (The hash of a code object is slow, and some of TorchDynamo's have none.)
+_kinds: dict[int, tuple[CodeType, int]] = {}
 
 Site = tuple[str, ...]
 Spot = tuple
@@ -26,17 +27,17 @@ Spot = tuple
 
 def border(function: Callable) -> Callable:
     """Mark ``function`` as what calls the forward of a module, where the chain of a site ends."""
-    _kinds[function.__code__] = _BORDER
+    _kinds[id(function.__code__)] = function.__code__, _BORDER
     return function
 
 
 def _kind(code: CodeType) -> int:
-    kind = _kinds.get(code)
-    if kind is None:
+    known = _kinds.get(id(code))
+    if known is None:
         file = code.co_filename
         ours = file.startswith((_PACKAGE, _TORCH)) and file != _DECOMPOSITIONS
-        kind = _kinds[code] = _SKIPPED if ours else _USER
-    return kind
+        known = _kinds[id(code)] = code, _SKIPPED if ours else _USER
+    return known[1]
 
 
 def _user_frames() -> list[FrameType]:
@@ -71,7 +72,7 @@ def spot() -> Spot:
     while frame is not None:
         kind = _kind(frame.f_code)
         if kind == _USER:
-            return (frame.f_code, frame.f_lasti)
+            return (id(frame.f_code), frame.f_lasti)  # the code is kept with its kind
         if kind == _BORDER:
             break
         frame = frame.f_back
@@ -80,7 +81,7 @@ def spot() -> Spot:
 
 def chain_of_spots() -> Spot:
     """All instructions of the user's code that run now, for sites that share the innermost one."""
-    return tuple((frame.f_code, frame.f_lasti) for frame in _user_frames())
+    return tuple((id(frame.f_code), frame.f_lasti) for frame in _user_frames())
 
 
 def user_line() -> str:

@@ -205,3 +205,25 @@ def test_a_root_that_stays_float():
     quantized = dbrq.quantize(model, [x])
     torch.testing.assert_close(quantized(x), model(x))
     torch.testing.assert_close(dbrq.lower(quantized, x)(x), model(x))
+
+
+def _moved(x):
+    return x + 1
+
+
+def test_code_that_has_no_hash():
+    """TorchDynamo makes code with slices among its constants, which torchvision's compiled functions run."""
+    code = _moved.__code__.replace(co_consts=(*_moved.__code__.co_consts, slice(0, 3)))
+    moved = type(_moved)(code, globals())
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(moved(self.layer(x)))
+
+    quantized = dbrq.quantize(Calls().eval(), [torch.randn(2, 4)])
+    assert dbrq.report(quantized).coverage == 1
+    assert quantized(torch.randn(3, 4)).shape == (3, 4)

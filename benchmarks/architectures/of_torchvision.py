@@ -16,11 +16,11 @@ from . import BATCHES, Architecture, images
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": True}, "inception_v3": {"init_weights": True}, "vit_h_14": {"image_size": 56},
     **{name: {"image_size": 64} for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32")},
-    **{name: {"spatial_size": (64, 64), "temporal_size": 8} for name in ("mvit_v1_b", "mvit_v2_s")},
 }  # fmt: skip
 _SIZES: dict[str, tuple[int, ...]] = {
     "inception_v3": (96, 128, 112), "maxvit_t": (224,), "vit_h_14": (56,), "s3d": (224,), "alexnet": (64, 96, 80),
-    **dict.fromkeys(("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "mvit_v1_b", "mvit_v2_s"), (64,)),
+    **dict.fromkeys(("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32"), (64,)),
+    **dict.fromkeys(("mvit_v1_b", "mvit_v2_s"), (224,)),
 }  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def every() -> Iterator[Architecture]:
     for name in kinds.list_models(module=kinds.segmentation):
         yield _architecture(name, images(64, 96, 80), weights_backbone=None)
     for name in kinds.list_models(module=kinds.video):
-        frames = 16 if name == "s3d" else 8
+        frames = 16 if name.startswith(("s3d", "mvit")) else 8
         yield _architecture(name, images(*_SIZES.get(name, (64, 96, 80)), frames=frames))
     for name in kinds.list_models(module=kinds.optical_flow):
         yield _architecture(name, _frame_pairs)
