@@ -26,7 +26,8 @@ from tabulate import tabulate
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16", "bert-base", "minilm")
 NEEDS = {"torch": "torch", "inductor": "torchao", "onnxruntime": "onnxruntime", "openvino": "nncf"}
-OURS = ("dbrq eager", "dbrq torchscript", "dbrq onednn", "dbrq onednn, float")
+OURS = ("dbrq eager", "dbrq torchscript", "dbrq onednn", "dbrq onednn, float", "dbrq inductor",
+        "dbrq inductor, C++ wrapper")  # fmt: skip
 #: Variants that do not quantize, and so are no peers of those that do.
 FLOATS = ("float eager", "float Inductor", "dbrq onednn, float")
 HERE = Path(__file__).parent
@@ -154,16 +155,17 @@ def measure(row: Row, running: list[Process], slices: int, seconds: float) -> No
 
 def table(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.timed()))
-    head = ["", *names, "best peer", "onednn / best peer", "min-max", "floor"]
+    judged = [name for name in ("dbrq onednn", "dbrq inductor", "dbrq inductor, C++ wrapper") if name in names]
+    head = ["", *names, "best peer", *(f"{name} / best peer (min-max)" for name in judged), "floor"]
     lines = []
     for row in rows:
         timed, best = row.timed(), row.best_peer()
         cells = [f"{timed[n].median:.2f} ({timed[n].sqnr:.1f} dB)" if n in timed else "-" for n in names]
-        ratio = ["-", "-"]
-        if best is not None and "dbrq onednn" in timed:
-            median, low, high = row.ratio("dbrq onednn", best)
-            ratio = [f"{median:.2f}", f"{low:.2f}-{high:.2f}"]
-        lines.append([row.label, *cells, best or "-", *ratio, f"{row.floor:.1f}"])
+        ratios = [
+            "{:.2f} ({:.2f}-{:.2f})".format(*row.ratio(name, best)) if best is not None and name in timed else "-"
+            for name in judged
+        ]
+        lines.append([row.label, *cells, best or "-", *ratios, f"{row.floor:.1f}"])
     return tabulate(lines, head, tablefmt="github", disable_numparse=True)
 
 

@@ -1,4 +1,6 @@
-"""Float Inductor, and PT2E with the x86 quantizer (torchao), both frozen. Needs a C++ compiler."""
+"""Float Inductor and PT2E with the x86 quantizer (torchao), both frozen, and dbrq's own inductor backend beside them.
+Needs a C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import dbrq
 from dbrq.containers import call_arguments
 
 from .worker import call
@@ -22,6 +25,11 @@ def variants(name: str, model: nn.Module, calibration: list[Any], item: Any, thr
     yield "float Inductor", lambda: call(compiled, item)
     quantized = torch.compile(pt2e(name, model, calibration))
     yield "PT2E + Inductor", lambda: call(quantized, item)
+    ours = dbrq.quantize(model, calibration)
+    lowered = dbrq.lower(ours, item, backend="inductor")
+    yield "dbrq inductor", lambda: call(lowered, item)
+    in_cpp = dbrq.lower(ours, item, backend="inductor", cpp_wrapper=True)
+    yield "dbrq inductor, C++ wrapper", lambda: call(in_cpp, item)
 
 
 def pt2e(name: str, model: nn.Module, calibration: list[Any], dynamic_shapes: Any = None) -> nn.Module:
