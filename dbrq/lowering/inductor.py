@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ class Used:
         found: set[tuple[int, int]] = set()
         for i, example in zip(self.inputs, examples[len(self.sizes) :], strict=True):
             if isinstance(example, Tensor):
-                found |= {(i, d) for d, size in enumerate(example.shape) if isinstance(size, torch.SymInt)}
+                sizes: Iterable[Any] = example.shape
+                found |= {(i, d) for d, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
             elif isinstance(example, torch.SymInt):
                 found.add((i, -1))
         return frozenset(found)
@@ -105,6 +106,7 @@ class InductorModel(LoweredModel):
         self._by_key: OrderedDict[tuple, Form] = OrderedDict()
         graph = from_data(self._data)
         self._written = written_attributes(graph)
+        self._writes = any(n.meta.get("writes") for n in graph.nodes)
         self._checks = [n for n in graph.nodes if n.target in (check_input, check_absent)]
 
     def _options(self) -> dict[str, Any]:
@@ -113,7 +115,8 @@ class InductorModel(LoweredModel):
     # Calling
 
     def plain(self, args: Sequence[Any]) -> Any:
-        flat = [_dense(leaf) for leaf in pytree.tree_leaves(tuple(map(plain_containers, args)))]
+        given = pytree.tree_leaves(tuple(map(plain_containers, args)))
+        flat = [_dense(leaf) for leaf in given]
         key = (torch.get_num_threads(), *map(_key, flat))
         form = self._by_key.get(key)
         if form is None:
@@ -123,6 +126,10 @@ class InductorModel(LoweredModel):
                 results = form.run(*form.used.of(flat))
         except (RuntimeError, AssertionError) as error:
             raise _said(error, form.checks) from None
+        if self._writes:
+            for leaf, dense in zip(given, flat, strict=True):
+                if dense is not leaf:  # what was written to is the copy
+                    leaf.detach().copy_(dense)
         for result in results:
             if isinstance(result, Tensor) and result.__dict__:  # torch's notes on sizes of its own
                 result.__dict__.clear()
@@ -185,7 +192,7 @@ class InductorModel(LoweredModel):
         with _settings(self.cpp_wrapper), self._narrowing(), generated_code() as codes:
             from torch._inductor.compile_fx import compile_fx
 
-            run = compile_fx(module, examples)
+            run: Any = compile_fx(module, examples)
         output = program.call_spec.out_spec
         assert output is not None
         checks = program.graph_module.meta[CHECKS]
@@ -348,7 +355,8 @@ def _take(graph: fx.Graph) -> tuple[Used, list[Any]]:
         if not node.users:
             graph.erase_node(node)
         elif isinstance(value := node.meta["val"], Tensor):
-            for d, size in enumerate(value.shape):
+            shape: Iterable[Any] = value.shape
+            for d, size in enumerate(shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                     sizes.setdefault(size.node.expr, (i, d, size))
     with graph.inserting_before(next(iter(graph.nodes))):
@@ -403,7 +411,7 @@ def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         new = {head: graph.call_function(F.conv2d, (x, weight, bound[2], *sizes, bound[6]))}
         for node in nodes[1:]:
             others = {n: _with_a_row(graph, n) for n in node.all_input_nodes if n not in new}
-            new[node] = graph.node_copy(node, lambda n, others=others: new.get(n) or others[n])
+            new[node] = graph.node_copy(node, (others | new).__getitem__)
         flat = graph.call_function(torch.squeeze, (new[last], 2))
     for node, wide in new.items():
         wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
@@ -506,12 +514,17 @@ def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 _INT8 = frozenset({"conv1d", "conv2d", "linear"})
 _NO_KERNEL = "Inductor calls no int8 kernel for this op; values and weights are rounded as before"
 
-_CONV1D, _ADD, _RELU = computes(1), named("add"), named("relu")
+_ADD, _RELU = named("add"), named("relu")
+
+
+def _conv1d(node: fx.Node) -> bool:
+    return computes(1)(node) and len(node.meta["shape"]) == 3
+
 
 #: In order, longest first.
 REWRITES: list[Rewrite] = [
     *(
-        Rewrite("conv1d" + "".join(words), [_CONV1D, *steps], guard, _widened)
+        Rewrite("conv1d" + "".join(words), [_conv1d, *steps], guard, _widened)
         for words, steps, guard in (
             ("_add_relu_quantize", [_ADD, _RELU, is_quantize], _adds_alike),
             ("_add_quantize", [_ADD, is_quantize], _adds_alike),
