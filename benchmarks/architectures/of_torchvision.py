@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ _SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
+#: Detection, video and optical flow, which the bars do not count.
+OTHER = "torchvision-other"
+
+
 def every() -> Iterator[Architecture]:
     kinds = torchvision.models
     for name in kinds.list_models(module=kinds):
@@ -32,16 +37,18 @@ def every() -> Iterator[Architecture]:
         yield _architecture(name, images(64, 96, 80), weights_backbone=None)
     for name in kinds.list_models(module=kinds.video):
         frames = 16 if name.startswith(("s3d", "mvit")) else 8
-        yield _architecture(name, images(*_SIZES.get(name, (64, 96, 80)), frames=frames))
+        yield _architecture(name, images(*_SIZES.get(name, (64, 96, 80)), frames=frames), OTHER)
     for name in kinds.list_models(module=kinds.optical_flow):
-        yield _architecture(name, _frame_pairs)
+        yield _architecture(name, _frame_pairs, OTHER)
     for name in kinds.list_models(module=kinds.detection):
         sizes = {} if name.startswith("ssd") else {"min_size": 128, "max_size": 160}
-        yield _architecture(name, _pictures, weights_backbone=None, **sizes)
+        yield _architecture(name, _pictures, OTHER, weights_backbone=None, **sizes)
 
 
-def _architecture(name: str, item: Callable[[int], Any], **arguments: Any) -> Architecture:
-    return Architecture("torchvision", name, functools.partial(_make, name, arguments), item)
+def _architecture(
+    name: str, item: Callable[[int], Any], library: str = "torchvision", **arguments: Any
+) -> Architecture:
+    return Architecture(library, name, functools.partial(_make, name, arguments), item)
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -67,6 +74,8 @@ def _stand_in() -> None:
         return
     torchvision.extension._has_ops = lambda: True
     torch.library.impl("torchvision::nms", "CPU")(_nms)
+    roi_align = sys.modules["torchvision.ops.roi_align"]
+    roi_align._roi_align = roi_align._roi_align.__wrapped__  # not compiled, as the op that it stands for would not be
 
 
 def _nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
