@@ -8,8 +8,10 @@ and neither a guard nor a setting of the process is needed when the model is cal
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
+import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +22,12 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 from torch.export import Dim
 from torch.fx.graph import CodeGen
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import CompilerError
+from ..errors import CompilerError, KernelInputError
 from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
@@ -38,6 +42,9 @@ log = logging.getLogger("dbrq.lowering")
 
 #: Compiled forms that a model keeps; the one that was not used for longest goes first.
 MAX_FORMS = 16
+
+#: Held while compiling: Inductor's settings are the process's.
+_COMPILING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,8 @@ class InductorModel(LoweredModel):
         with self._lock:
             form = self._by_key.get(key) or next((f for f in self._forms if _fits(f, key, flat)), None)
             if form is None:
-                form = self._compiled(key, args, flat)
+                with _COMPILING:
+                    form = self._compiled(key, args, flat)
                 self._forms.append(form)
                 while len(self._forms) > max(self.max_forms, 1):
                     gone = self._forms.pop(0)
@@ -172,6 +180,9 @@ class InductorModel(LoweredModel):
             return env[node]
 
         for node in self._checks:
+            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
+                got = type(given).__name__
+                raise RuntimeError(f"dbrq: input {node.args[1]} must be a tensor, as in the graph's example: got {got}")
             value(node)
 
     # Compiling
@@ -189,7 +200,7 @@ class InductorModel(LoweredModel):
             _narrow(module.graph)
         used, examples = _take(module.graph)
         module.recompile()
-        with _settings(self.cpp_wrapper), self._narrowing(), generated_code() as codes:
+        with _settings(self.cpp_wrapper), self._narrowing(), _layouts(), generated_code() as codes:
             from torch._inductor.compile_fx import compile_fx
 
             run: Any = compile_fx(module, examples)
@@ -281,6 +292,30 @@ def generated_code() -> Iterator[list[str]]:
         yield codes
 
 
+@contextlib.contextmanager
+def _layouts() -> Iterator[None]:
+    """Where sizes are free, torch 2.13 takes what int8 convolutions of one channel return for contiguous, as it is of
+    float ones; it is channels_last.
+    """
+    from unittest import mock
+
+    from torch._inductor import mkldnn_ir
+    from torch._inductor.ir import make_channels_last_strides_for
+
+    original = mkldnn_ir._prepare_convolution_fusion_create
+    signature = inspect.signature(original)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments.get("quantize_args") is not None:
+            layout = result[2]
+            layout.stride = make_channels_last_strides_for(layout.size)
+        return result
+
+    with mock.patch.object(mkldnn_ir, "_prepare_convolution_fusion_create", prepared):
+        yield
+
+
 def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
     """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``, numbered anew, and knows
     the sizes that were checked.
@@ -300,9 +335,24 @@ def _unnumbered(symbols: str) -> str:
 
 def _dense(leaf: Any) -> Any:
     """Compiled code counts on the strides it was compiled for: those of contiguous tensors, or of channels_last."""
-    if not isinstance(leaf, Tensor) or leaf.is_contiguous() or leaf.is_contiguous(memory_format=_last(leaf)):
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if type(leaf) is not Tensor or not leaf.is_cpu or leaf.layout is not torch.strided:
+        _check_memory(leaf)
+    if leaf.is_contiguous() or leaf.is_contiguous(memory_format=_last(leaf)):
         return leaf
     return leaf.contiguous()
+
+
+def _check_memory(leaf: Tensor) -> None:
+    """Raise if a tensor has no memory of its own on the CPU: compiled code reads its address unasked."""
+    if not leaf.is_cpu or leaf.layout is not torch.strided:
+        raise KernelInputError(
+            "compiled code takes dense tensors on the CPU", got=f"{leaf.layout} on {leaf.device}",
+            hint="pass to_dense(), on the CPU",
+        )  # fmt: skip
+    if isinstance(leaf, FakeTensor) or is_traceable_wrapper_subclass(leaf):
+        raise KernelInputError("compiled code takes tensors that have memory", got=type(leaf).__name__)
 
 
 def _last(tensor: Tensor) -> torch.memory_format:
