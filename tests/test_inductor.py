@@ -285,6 +285,28 @@ def test_settings_are_left_when_compiling_fails(small, monkeypatch):
     assert_same(model, small[0], torch.randn(2, 3, 8, 8))
 
 
+def test_sizes_that_torch_cannot_leave_free(small, monkeypatch):
+    from torch._inductor import compile_fx
+    from torch._inductor.exc import InductorError
+
+    original = compile_fx.compile_fx
+
+    def fails(module: Any, examples: Any, **options: Any) -> Any:
+        if any(isinstance(example, torch.SymInt) for example in examples) or every:
+            raise InductorError(ValueError("on purpose"), None)
+        return original(module, examples, **options)
+
+    every = False
+    monkeypatch.setattr(compile_fx, "compile_fx", fails)
+    quantized, model = small[0], copy.deepcopy(small[1])
+    for batch in (2, 3, 4):
+        assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
+    assert [set(form.free) for form in model.forms] == [set()] * 3
+    every = True
+    with pytest.raises(dbrq.CompilerError, match="on purpose"):
+        model(torch.randn(5, 3, 8, 8))
+
+
 def test_without_a_compiler(small):
     from torch._inductor import config
 

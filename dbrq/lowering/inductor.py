@@ -110,6 +110,7 @@ class InductorModel(LoweredModel):
     def _begin(self, cpp_wrapper: bool = False, max_forms: int = MAX_FORMS) -> None:  # type: ignore[override]
         self.cpp_wrapper, self.max_forms = cpp_wrapper, max_forms
         self._forms: list[Form] = []
+        self._failed: set[frozenset[tuple[int, int]]] = set()  # free sizes with which torch failed
         self._by_key: OrderedDict[tuple, Form] = OrderedDict()
         graph = from_data(self._data)
         self._written = written_attributes(graph)
@@ -156,7 +157,7 @@ class InductorModel(LoweredModel):
             form = self._by_key.get(key) or next((f for f in self._forms if _fits(f, key, flat)), None)
             if form is None:
                 with _COMPILING:
-                    form = self._compiled(key, args, flat)
+                    form = self._compiled_freely(key, args, flat)
                 self._forms.append(form)
                 while len(self._forms) > max(self.max_forms, 1):
                     gone = self._forms.pop(0)
@@ -187,9 +188,31 @@ class InductorModel(LoweredModel):
 
     # Compiling
 
-    def _compiled(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
+    def _compiled_freely(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
+        """A form in which sizes that differ are free; where torch fails with free sizes, one for these sizes."""
         check_compiler()
         free = self._free(key, flat)
+        failure: Exception | None = None
+        if free and free not in self._failed:
+            try:
+                return self._compiled(key, args, flat, free)
+            except Exception as error:
+                failure = error
+        try:
+            form = self._compiled(key, args, flat, frozenset())
+        except Exception as error:
+            if type(error).__name__ != "InductorError":  # a class that takes seconds to import
+                raise
+            raise CompilerError(
+                "TorchInductor does not compile this graph", got=(str(error).strip().splitlines() or [""])[0],
+                hint='backend="onednn" and backend="torchscript" may take it',
+            ) from error  # fmt: skip
+        if failure is not None:
+            self._failed.add(free)
+            log.info("compiled for these sizes only, since torch fails where they are free: %s", failure)
+        return form
+
+    def _compiled(self, key: tuple, args: Sequence[Any], flat: Sequence[Any], free: frozenset[tuple[int, int]]) -> Form:
         graph = fx.GraphModule(without_code(self), from_data(self._data))
         _, nested = pytree.tree_flatten(tuple(map(plain_containers, args)))
         example = pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], nested)
