@@ -201,6 +201,8 @@ class InductorModel(LoweredModel):
         try:
             form = self._compiled(key, args, flat, frozenset())
         except Exception as error:
+            if ONE_PATH in str(error):
+                raise RuntimeError(str(error).split("\n\nWhile executing")[0]) from None
             if type(error).__name__ != "InductorError":  # a class that takes seconds to import
                 raise
             raise CompilerError(
