@@ -203,10 +203,10 @@ class InductorModel(LoweredModel):
         except Exception as error:
             if ONE_PATH in str(error):
                 raise RuntimeError(str(error).split("\n\nWhile executing")[0]) from None
-            if type(error).__name__ != "InductorError":  # a class that takes seconds to import
+            if type(error).__name__ not in ("InductorError", "GuardOnDataDependentSymNode"):  # slow to import
                 raise
             raise CompilerError(
-                "TorchInductor does not compile this graph", got=(str(error).strip().splitlines() or [""])[0],
+                "torch does not compile this graph", got=(str(error).strip().splitlines() or [""])[0],
                 hint='backend="onednn" and backend="torchscript" may take it',
             ) from error  # fmt: skip
         if failure is not None:
