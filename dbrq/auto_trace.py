@@ -311,6 +311,7 @@ class RunCall(TorchFunctionMode):
         self.lenient = False
         self.counts: dict[int, int] = {}
         self.mutations = 0
+        self.written: list[Tensor] = []  # which may outlive the run: buffers, for one
         self.unsure = False  # the op that runs read a value of unknown range
         self.strays = False  # some op of this run did
         self.quantized_inputs: dict[int, tuple] = {}
@@ -334,6 +335,8 @@ class RunCall(TorchFunctionMode):
                     output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call = previous
+            while self.written:  # what made them is nobody's business in the next run
+                untagged(self.written.pop())
         if enabled:
             return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
         return output
@@ -523,6 +526,8 @@ class RunCall(TorchFunctionMode):
         if target is not None:
             self.mutations += 1
         if not isinstance(target, Int8Tensor):
+            if type(target) is Tensor:
+                self.written.append(target)
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))
         value = target.float_value().clone()
         args, kwargs = tree_map(lambda leaf: value if leaf is target else plain(leaf), (args, dict(kwargs)))

@@ -112,7 +112,7 @@ class Plan:
                 self._note_origins(call, args[:1])
                 return self.float_result(call, leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
             bound = bind_leaf(leaf, args, kwargs)
-            return self._finish(bound[0], self.run(call, bound), self.op.inplace)
+            return self._finish(call, bound[0], self.run(call, bound), self.op.inplace)
 
     def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
@@ -121,7 +121,7 @@ class Plan:
             return self.float_result(call, call.run_float(func, args, kwargs, spelling.inplace))
         bound = spelling.bind(args, kwargs)
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
-        return self._finish(bound[0], self.run(call, bound), inplace)
+        return self._finish(call, bound[0], self.run(call, bound), inplace)
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         """The op on arguments in the row's order; int8 or float, never in place."""
@@ -237,7 +237,7 @@ class Plan:
                     leaf.__dict__[TAG] = info.tag
         return output
 
-    def _finish(self, target: Any, output: Any, inplace: bool) -> Any:
+    def _finish(self, call: RunCall, target: Any, output: Any, inplace: bool) -> Any:
         if not inplace or not isinstance(target, Tensor):
             return output
         if isinstance(target, Int8Tensor):
@@ -247,6 +247,7 @@ class Plan:
             target.copy_(value)
             target.__dict__[TAG] = value.__dict__.get(TAG, self.tag)
             target.__dict__.pop(INT8, None)
+            call.written.append(target)
         return target
 
     def run_plain(self, bound: list[Any]) -> Any:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from helpers import fake_quantized, floats, run, sqnr
 from int8_patterns import PATTERNS, Attention, Chain, Pattern, conv, fusions, linear
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 
 import dbrq
@@ -215,6 +216,18 @@ def test_wrong_inputs_say_so(small):
             small[1](wrong)
 
 
+def test_inputs_without_memory_say_so(small):
+    x = torch.randn(2, 3, 8, 8)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    for wrong in (x.to("meta"), x.to_sparse(), x.to_mkldnn(), fake):
+        with pytest.raises(dbrq.errors.KernelInputError):
+            small[1](wrong)
+    for wrong in (None, 1.0):
+        with pytest.raises(RuntimeError, match="input x must be a tensor"):
+            small[1](wrong)
+
+
 def test_it_moves_and_learns_nothing(small):
     model = small[1]
     for wrong in (model.half, lambda: model.to(torch.float64)):
@@ -234,6 +247,28 @@ def test_settings_of_inductor_are_left_as_they_were(small):
     assert compiled(torch.randn(2, 4)).requires_grad
 
 
+def test_models_compile_in_threads_of_their_own():
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    before, writes, found = config.save_config(), GraphLowering.save_output_code, []
+    quantized = [dbrq.quantize(Chain(linear(), F.relu, linear()), [torch.randn(n, 16)]) for n in (2, 3)]
+    models = [lowered(model, torch.randn(4, 16)) for model in quantized]
+
+    def work(number: int) -> None:
+        for batch in (5, 3):
+            x = torch.randn(batch, 16)
+            found.append(sqnr(quantized[number](x), models[number](x)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and min(found) > 60 and all(model.calls() for model in models)
+    assert config.save_config() == before and GraphLowering.save_output_code is writes
+
+
 def test_settings_are_left_when_compiling_fails(small, monkeypatch):
     from torch._inductor import compile_fx, config
 
@@ -248,6 +283,28 @@ def test_settings_are_left_when_compiling_fails(small, monkeypatch):
     assert config.save_config() == before and not model.forms
     monkeypatch.undo()
     assert_same(model, small[0], torch.randn(2, 3, 8, 8))
+
+
+def test_sizes_that_torch_cannot_leave_free(small, monkeypatch):
+    from torch._inductor import compile_fx
+    from torch._inductor.exc import InductorError
+
+    original = compile_fx.compile_fx
+
+    def fails(module: Any, examples: Any, **options: Any) -> Any:
+        if any(isinstance(example, torch.SymInt) for example in examples) or every:
+            raise InductorError(ValueError("on purpose"), None)
+        return original(module, examples, **options)
+
+    every = False
+    monkeypatch.setattr(compile_fx, "compile_fx", fails)
+    quantized, model = small[0], copy.deepcopy(small[1])
+    for batch in (2, 3, 4):
+        assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
+    assert [set(form.free) for form in model.forms] == [set()] * 3
+    every = True
+    with pytest.raises(dbrq.CompilerError, match="on purpose"):
+        model(torch.randn(5, 3, 8, 8))
 
 
 def test_without_a_compiler(small):
@@ -336,6 +393,17 @@ def test_what_has_no_int8_kernel_says_so():
     row = dbrq.report(model).rows[0]
     assert row.precision == "float" and "Inductor" in row.reason
     assert_same(model, quantized, x)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_convolutions_of_one_channel(ndim):
+    """torch 2.13 is wrong about their layout where sizes are free."""
+    torch.manual_seed(0)
+    model = Chain(conv(ndim, 1), F.gelu, conv(ndim)).eval()
+    quantized = dbrq.quantize(model, [torch.randn(4, 1, *[9] * ndim)])
+    model = lowered(quantized, torch.randn(4, 1, *[9] * ndim))
+    for shape in ((3, 9), (5, 9)):
+        assert_same(model, quantized, torch.randn(shape[0], 1, *[shape[1]] * ndim))
 
 
 # What torch 2.13 does to graphs that are not rewritten first. When one of these fails, its rewrite can go.

@@ -470,3 +470,26 @@ def test_padding_with_infinity_before_a_pool():
     converted = assert_matches(model, images(), fx=False)
     assert_precision(converted, "conv2d", "int8", 2)
     assert_precision(converted, "max_pool2d", "float", 1)
+
+
+def test_buffers_that_each_run_writes_to():
+    """What a run knows of a tensor that outlives it is forgotten: the next one would take it for another value."""
+
+    class Follows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x):
+            y = torch.relu(self.first(x))
+            self.seen.mul_(0.9).add_(y.mean(0) * 0.1)
+            return self.last(y - self.seen)
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    quantized = dbrq.quantize(Follows().eval(), [x, x])
+    graph = dbrq.rewrite(quantized, x)
+    for _ in range(3):
+        assert torch.allclose(quantized(x), graph(x), atol=1e-5)  # which has int8 in every run
+        assert not quantized.seen.__dict__

@@ -8,8 +8,10 @@ and neither a guard nor a setting of the process is needed when the model is cal
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
+import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +22,12 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 from torch.export import Dim
 from torch.fx.graph import CodeGen
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import CompilerError
+from ..errors import CompilerError, KernelInputError
 from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
@@ -38,6 +42,9 @@ log = logging.getLogger("dbrq.lowering")
 
 #: Compiled forms that a model keeps; the one that was not used for longest goes first.
 MAX_FORMS = 16
+
+#: Held while compiling: Inductor's settings are the process's.
+_COMPILING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class InductorModel(LoweredModel):
     def _begin(self, cpp_wrapper: bool = False, max_forms: int = MAX_FORMS) -> None:  # type: ignore[override]
         self.cpp_wrapper, self.max_forms = cpp_wrapper, max_forms
         self._forms: list[Form] = []
+        self._failed: set[frozenset[tuple[int, int]]] = set()  # free sizes with which torch failed
         self._by_key: OrderedDict[tuple, Form] = OrderedDict()
         graph = from_data(self._data)
         self._written = written_attributes(graph)
@@ -148,7 +156,8 @@ class InductorModel(LoweredModel):
         with self._lock:
             form = self._by_key.get(key) or next((f for f in self._forms if _fits(f, key, flat)), None)
             if form is None:
-                form = self._compiled(key, args, flat)
+                with _COMPILING:
+                    form = self._compiled_freely(key, args, flat)
                 self._forms.append(form)
                 while len(self._forms) > max(self.max_forms, 1):
                     gone = self._forms.pop(0)
@@ -172,13 +181,40 @@ class InductorModel(LoweredModel):
             return env[node]
 
         for node in self._checks:
+            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
+                got = type(given).__name__
+                raise RuntimeError(f"dbrq: input {node.args[1]} must be a tensor, as in the graph's example: got {got}")
             value(node)
 
     # Compiling
 
-    def _compiled(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
+    def _compiled_freely(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
+        """A form in which sizes that differ are free; where torch fails with free sizes, one for these sizes."""
         check_compiler()
         free = self._free(key, flat)
+        failure: Exception | None = None
+        if free and free not in self._failed:
+            try:
+                return self._compiled(key, args, flat, free)
+            except Exception as error:
+                failure = error
+        try:
+            form = self._compiled(key, args, flat, frozenset())
+        except Exception as error:
+            if ONE_PATH in str(error):
+                raise RuntimeError(str(error).split("\n\nWhile executing")[0]) from None
+            if type(error).__name__ not in ("InductorError", "GuardOnDataDependentSymNode"):  # slow to import
+                raise
+            raise CompilerError(
+                "torch does not compile this graph", got=(str(error).strip().splitlines() or [""])[0],
+                hint='backend="onednn" and backend="torchscript" may take it',
+            ) from error  # fmt: skip
+        if failure is not None:
+            self._failed.add(free)
+            log.info("compiled for these sizes only, since torch fails where they are free: %s", failure)
+        return form
+
+    def _compiled(self, key: tuple, args: Sequence[Any], flat: Sequence[Any], free: frozenset[tuple[int, int]]) -> Form:
         graph = fx.GraphModule(without_code(self), from_data(self._data))
         _, nested = pytree.tree_flatten(tuple(map(plain_containers, args)))
         example = pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], nested)
@@ -189,7 +225,7 @@ class InductorModel(LoweredModel):
             _narrow(module.graph)
         used, examples = _take(module.graph)
         module.recompile()
-        with _settings(self.cpp_wrapper), self._narrowing(), generated_code() as codes:
+        with _settings(self.cpp_wrapper), self._narrowing(), _layouts(), generated_code() as codes:
             from torch._inductor.compile_fx import compile_fx
 
             run: Any = compile_fx(module, examples)
@@ -281,6 +317,30 @@ def generated_code() -> Iterator[list[str]]:
         yield codes
 
 
+@contextlib.contextmanager
+def _layouts() -> Iterator[None]:
+    """Where sizes are free, torch 2.13 takes what int8 convolutions of one channel return for contiguous, as it is of
+    float ones; it is channels_last.
+    """
+    from unittest import mock
+
+    from torch._inductor import mkldnn_ir
+    from torch._inductor.ir import make_channels_last_strides_for
+
+    original = mkldnn_ir._prepare_convolution_fusion_create
+    signature = inspect.signature(original)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments.get("quantize_args") is not None:
+            layout = result[2]
+            layout.stride = make_channels_last_strides_for(layout.size)
+        return result
+
+    with mock.patch.object(mkldnn_ir, "_prepare_convolution_fusion_create", prepared):
+        yield
+
+
 def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
     """An error as the graph's checks put it. Compiled code says it in symbols, ``Ne(u0, 0)``, numbered anew, and knows
     the sizes that were checked.
@@ -300,9 +360,24 @@ def _unnumbered(symbols: str) -> str:
 
 def _dense(leaf: Any) -> Any:
     """Compiled code counts on the strides it was compiled for: those of contiguous tensors, or of channels_last."""
-    if not isinstance(leaf, Tensor) or leaf.is_contiguous() or leaf.is_contiguous(memory_format=_last(leaf)):
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if type(leaf) is not Tensor or not leaf.is_cpu or leaf.layout is not torch.strided:
+        _check_memory(leaf)
+    if leaf.is_contiguous() or leaf.is_contiguous(memory_format=_last(leaf)):
         return leaf
     return leaf.contiguous()
+
+
+def _check_memory(leaf: Tensor) -> None:
+    """Raise if a tensor has no memory of its own on the CPU: compiled code reads its address unasked."""
+    if not leaf.is_cpu or leaf.layout is not torch.strided:
+        raise KernelInputError(
+            "compiled code takes dense tensors on the CPU", got=f"{leaf.layout} on {leaf.device}",
+            hint="pass to_dense(), on the CPU",
+        )  # fmt: skip
+    if isinstance(leaf, FakeTensor) or is_traceable_wrapper_subclass(leaf):
+        raise KernelInputError("compiled code takes tensors that have memory", got=type(leaf).__name__)
 
 
 def _last(tensor: Tensor) -> torch.memory_format:
