@@ -171,10 +171,11 @@ def _patterns() -> dict[str, Pattern]:
         add(f"{layer} + relu, float out", lambda m=make: Chain(m(), torch.relu, None), shape)
         for relu in (False, True):
             words = f"{layer} + add{' + relu' if relu else ''}"
-            for swapped in (False, True):
+            for swapped in (False, True) if layer != "conv1d" else (relu,):  # which becomes a conv2d, whatever follows
                 order = "other first" if swapped else "other last"
                 add(f"{words}, {order}", lambda m=make, r=relu, s=swapped: Residual((m(), m(), m()), r, s), shape)
-            add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape)
+            if layer != "conv1d":
+                add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape)
     add("linear + gelu, 3-d", lambda: Chain(linear(), F.gelu, linear()), (2, 5, 16))
     add("max_pool2d", Pool, (2, 16, 9, 9))
     add("cat", Cat, (2, 16, 8, 8))

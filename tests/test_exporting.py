@@ -451,16 +451,12 @@ def has_compiler() -> bool:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("case", [
-    (Layers, lambda b: torch.randn(b, 8), 5), (Pictures, lambda b: torch.rand(b, 3, 8, 8), 3),
-], ids=["linear", "convolution"])  # fmt: skip
-def test_compiled_ahead_of_time(case, tmp_path):
+def test_compiled_ahead_of_time(tmp_path):
     """The package runs without dbrq, for other sizes too, and with oneDNN's int8 kernels."""
-    make, example, other = case
-    q, program = exported(make(), example(2))
+    q, program = exported(Pictures(), torch.rand(2, 3, 8, 8))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"),
                                                     inductor_configs={"freezing": True})  # fmt: skip
     packaged = torch._inductor.aoti_load_package(path)
-    for x in (example(2), example(other)):
+    for x in (torch.rand(2, 3, 8, 8), torch.rand(3, 3, 8, 8)):
         got, expected = packaged(x), run(q, x)
         assert agreement(got, expected, step_of(expected)) >= 0.98
