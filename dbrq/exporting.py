@@ -153,8 +153,8 @@ def _plain(value: Any) -> Any:
 
 
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    with torch.no_grad(), warnings.catch_warnings(), _silent():
-        warnings.simplefilter("ignore")
+    # torch.export logs each size that it cannot keep free.
+    with torch.no_grad(), quiet_loggers("torch._export", "torch.fx.experimental.symbolic_shapes"):
         before = _checks.set({})
         try:
             program = torch.export.export(_Exportable(graph), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -165,14 +165,16 @@ def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynami
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """torch.export logs each size that it cannot keep free."""
-    loggers = [logging.getLogger(name) for name in ("torch._export", "torch.fx.experimental.symbolic_shapes")]
+def quiet_loggers(*names: str) -> Iterator[None]:
+    """Nothing less than errors is logged, and no warning given, of what libraries do by themselves."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

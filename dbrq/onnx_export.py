@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import tempfile
 import warnings
@@ -18,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .errors import ConfigurationError, ExportError
-from .exporting import exported
+from .exporting import exported, quiet_loggers
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
 OPSET = 20
@@ -111,7 +110,7 @@ def _translations() -> dict:
 
 def _translated(program: ExportedProgram, translations: dict, opset_version: int) -> torch.onnx.ONNXProgram:
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet_loggers("torch.onnx", "onnxscript", "onnx_ir"):
             onnx_program = torch.onnx.export(program, dynamo=True, custom_translation_table=translations,
                                              opset_version=opset_version, verbose=False)  # fmt: skip
     except Exception as error:
@@ -129,22 +128,6 @@ def _translated(program: ExportedProgram, translations: dict, opset_version: int
     _name_ends(model, program)
     _name_sizes(onnx_program)
     return onnx_program
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch and onnxscript log what they skip, and warn of what they themselves call."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _forget_source(model: Any) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .arguments import activations, bind_leaf, constant, macs, specified
-from .auto_trace import InterceptedForward, active, hook_log, look, untagged
+from .auto_trace import InterceptedForward, active, hook_log, look, untagged, version_of
 from .computed import Computed, computed
 from .containers import tree_leaves, tree_map
 from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
@@ -648,7 +648,7 @@ class Watch(TorchFunctionMode):
 def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
     if tensor is None:
         return None
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+    return id(tensor), version_of(tensor)
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -25,6 +25,7 @@ from dbrq.attachment import state_of
 from dbrq.containers import call_arguments, tree_leaves, tree_map
 from dbrq.decompositions import multi_head_attention_forward
 from dbrq.kernels import QParams
+from dbrq.lowering.inductor import check_compiler
 from dbrq.mappings import FUNCTIONS, Role
 from dbrq.record import SeenOp
 from dbrq.report import ReportRow
@@ -36,6 +37,15 @@ DECIBELS = 0.5
 
 
 # Running things
+
+
+def has_compiler() -> bool:
+    """Whether the inductor backend can run."""
+    try:
+        check_compiler()
+    except dbrq.CompilerError:
+        return False
+    return True
 
 
 def run(model: Callable, inputs: Any, kwargs: dict | None = None) -> Any:

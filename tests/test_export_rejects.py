@@ -8,24 +8,16 @@ import warnings
 import pytest
 import torch
 from export_rejects import CASES
-from helpers import assert_same_containers, floats, run, sqnr
+from helpers import assert_same_containers, floats, has_compiler, run, sqnr
 
 import dbrq
 from dbrq.graph import ONE_PATH
-from dbrq.lowering.inductor import InductorModel, check_compiler
+from dbrq.lowering.inductor import InductorModel
 
 #: These are compiled for other sizes too; the others' are left to the exported program, which takes no compiler.
 COMPILED_AGAIN = ("ReturnsDataclass",)
 
 cases = pytest.mark.parametrize("name", CASES)
-
-
-def compiler() -> bool:
-    try:
-        check_compiler()
-    except dbrq.QuantizationError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -88,7 +80,7 @@ def test_dbrq_exports_it(name):
 SLOW = {"ByKind", "Lengths", "Experts", "Settles"}
 
 
-@pytest.mark.skipif(not compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW])
 def test_inductor_runs_it(name):
     case = CASES[name]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import agreement, run, step_of
+from helpers import agreement, has_compiler, run, step_of
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 from torch.ao.quantization.observer import PlaceholderObserver, default_per_channel_weight_observer
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 import dbrq
 from dbrq.errors import RewriteError, SeveralPathsError
 from dbrq.graph import ONE_PATH
-from dbrq.lowering.inductor import check_compiler
 
 
 class Layers(nn.Module):
@@ -440,14 +439,6 @@ def test_what_cannot_be_exported_is_an_error_that_says_why():
 
 
 # Ahead of time
-
-
-def has_compiler() -> bool:
-    try:
-        check_compiler()
-    except dbrq.QuantizationError:
-        return False
-    return True
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import fake_quantized, floats, run, sqnr
+from helpers import fake_quantized, floats, has_compiler, run, sqnr
 from int8_patterns import PATTERNS, Attention, Chain, Pattern, conv, fusions, linear
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -21,9 +21,7 @@ import dbrq
 from dbrq.lowering import inductor
 from dbrq.lowering.engine import Lowering
 
-try:
-    inductor.check_compiler()
-except dbrq.CompilerError:
+if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
 
 lowered = functools.partial(dbrq.lower, backend="inductor")

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +37,11 @@ from .cleanup import written_attributes
 from .data import from_data
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
 from .model import LoweredModel, without_code
-from .shared import computes, fine, is_activation, moves, named, on
+from .shared import computes, epilogues, fine, moves, on
 
 log = logging.getLogger("dbrq.lowering")
 
-#: Compiled forms that a model keeps; the one that was not used for longest goes first.
+#: Compiled forms that a model keeps; the one that was compiled first goes first.
 MAX_FORMS = 16
 
 #: Held while compiling: Inductor's settings are the process's.
@@ -143,13 +144,6 @@ class InductorModel(LoweredModel):
                 result.__dict__.clear()
         return pytree.tree_unflatten(results, form.output)
 
-    def warm(self, args: Sequence[Any]) -> None:
-        tensors = {path: without_code(self).get_buffer(path) for path in self._written}
-        kept = {path: tensor.clone() for path, tensor in tensors.items()}
-        self.plain(args)
-        for path, tensor in tensors.items():
-            tensor.copy_(kept[path])
-
     def _form(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
         """The form for inputs such as have not come before."""
         self._check(args)
@@ -191,7 +185,7 @@ class InductorModel(LoweredModel):
     def _compiled_freely(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
         """A form in which sizes that differ are free; where torch fails with free sizes, one for these sizes."""
         check_compiler()
-        free = self._free(key, flat)
+        free = self._free(key)
         failure: Exception | None = None
         if free and free not in self._failed:
             try:
@@ -238,17 +232,12 @@ class InductorModel(LoweredModel):
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""
         return torch.autocast("cpu", self.dtype, enabled=self.dtype is not torch.float32)
 
-    def _free(self, key: tuple, flat: Sequence[Any]) -> frozenset[tuple[int, int]]:
+    def _free(self, key: tuple) -> frozenset[tuple[int, int]]:
         """Sizes in which these inputs differ from what came before, if that is all in which they do."""
         found: set[tuple[int, int]] = set()
         for form in self._forms:
-            if _like(key) == _like(form.key):
-                found |= form.free
-                for i, (now, before) in enumerate(zip(key[1:], form.key[1:], strict=True)):
-                    if isinstance(flat[i], Tensor):
-                        found |= {(i, d) for d, (a, b) in enumerate(zip(now[0], before[0], strict=True)) if a != b}
-                    elif now != before:
-                        found.add((i, -1))
+            if (differing := _differing(key, form.key)) is not None:
+                found |= form.free | differing
         return frozenset(found)
 
     # Looking inside
@@ -308,8 +297,6 @@ def _settings(cpp_wrapper: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def generated_code() -> Iterator[list[str]]:
     """The code that Inductor generates meanwhile."""
-    from unittest import mock
-
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
@@ -322,8 +309,6 @@ def _layouts() -> Iterator[None]:
     """Where sizes are free, torch 2.13 takes what int8 convolutions of one channel return for contiguous, as it is of
     float ones; it is channels_last.
     """
-    from unittest import mock
-
     from torch._inductor import mkldnn_ir
     from torch._inductor.ir import make_channels_last_strides_for
 
@@ -397,16 +382,22 @@ def _like(key: tuple) -> tuple:
                  else k[0] if isinstance(k, tuple) and k[0] is int else k for k in key)  # fmt: skip
 
 
+def _differing(key: tuple, other: tuple) -> frozenset[tuple[int, int]] | None:
+    """Sizes in which two keys differ, as in ``Form.free``; None if they differ in more."""
+    if _like(key) != _like(other):
+        return None
+    found: set[tuple[int, int]] = set()
+    for i, (now, before) in enumerate(zip(key[1:], other[1:], strict=True)):
+        if isinstance(now[0], tuple):  # of a tensor
+            found |= {(i, d) for d, (a, b) in enumerate(zip(now[0], before[0], strict=True)) if a != b}
+        elif now != before:
+            found.add((i, -1))
+    return frozenset(found)
+
+
 def _fits(form: Form, key: tuple, flat: Sequence[Any]) -> bool:
-    if not form.free or _like(key) != _like(form.key):
-        return False
-    for i, (now, before) in enumerate(zip(key[1:], form.key[1:], strict=True)):
-        if isinstance(flat[i], Tensor):
-            if any(a != b and (i, d) not in form.free for d, (a, b) in enumerate(zip(now[0], before[0], strict=True))):
-                return False
-        elif now != before and (i, -1) not in form.free:
-            return False
-    return form.fits(flat)
+    differing = _differing(key, form.key)
+    return differing is not None and differing <= form.free and form.fits(flat)
 
 
 def _narrow(graph: fx.Graph) -> None:
@@ -589,27 +580,15 @@ def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 _INT8 = frozenset({"conv1d", "conv2d", "linear"})
 _NO_KERNEL = "Inductor calls no int8 kernel for this op; values and weights are rounded as before"
 
-_ADD, _RELU = named("add"), named("relu")
-
 
 def _conv1d(node: fx.Node) -> bool:
     return computes(1)(node) and len(node.meta["shape"]) == 3
 
 
-#: In order, longest first.
 REWRITES: list[Rewrite] = [
     *(
-        Rewrite("conv1d" + "".join(words), [_conv1d, *steps], guard, _widened)
-        for words, steps, guard in (
-            ("_add_relu_quantize", [_ADD, _RELU, is_quantize], _adds_alike),
-            ("_add_quantize", [_ADD, is_quantize], _adds_alike),
-            ("_add_relu", [_ADD, _RELU], _adds_alike),
-            ("_add", [_ADD], _adds_alike),
-            ("_activation_quantize", [is_activation, is_quantize], fine),
-            ("_activation", [is_activation], fine),
-            ("_quantize", [is_quantize], fine),
-            ("", [], fine),
-        )
+        Rewrite(f"conv1d{suffix}", [_conv1d, *steps], guard, _widened)
+        for suffix, steps, guard in epilogues(_adds_alike, fine)
     ),
     on("max_pool", _pools_wrongly, _pools_levels),
     on("linear_contiguous", _reads_strides, _contiguous),

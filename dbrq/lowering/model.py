@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..guards import check_move, without_gradient
 from ..report import LOWERED_REPORT
@@ -28,6 +29,9 @@ class LoweredModel(nn.Module):
         dtype: of what stays float.
         options: the backend's own, which copies and files keep.
     """
+
+    #: Paths of the tensors that calls write to.
+    _written: frozenset[str]
 
     def __init__(
         self, graph: fx.GraphModule, returned: Callable[[Any], Any] | None, dtype: torch.dtype, **options: Any
@@ -55,7 +59,7 @@ class LoweredModel(nn.Module):
         self.eval()
 
     def _begin(self, **options: Any) -> None:
-        """Get ready to run, as far as that does not depend on inputs."""
+        """Get ready to run, as far as that does not depend on inputs; sets ``_written``."""
         raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
@@ -68,7 +72,19 @@ class LoweredModel(nn.Module):
 
     def warm(self, args: Sequence[Any]) -> None:
         """Make what runs these inputs; what calls write to stays as it is."""
-        raise NotImplementedError
+        kept = self._written_tensors()
+        self.plain(args)
+        self._restore(kept)
+
+    def _written_tensors(self) -> dict[str, Tensor]:
+        """Copies of the tensors that calls write to."""
+        held = without_code(self)  # a buffer may be called as a method of this class is
+        return {path: operator.attrgetter(path)(held).clone() for path in self._written}
+
+    def _restore(self, kept: Mapping[str, Tensor]) -> None:
+        held = without_code(self)
+        for path, tensor in kept.items():
+            operator.attrgetter(path)(held).copy_(tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self._signature.parameters):

@@ -27,6 +27,9 @@ from .engine import (
     row_of,
 )
 
+#: Why the nodes found cannot be replaced, "" if they can.
+Guard = Callable[[Lowering, Sequence[fx.Node]], str]
+
 
 def named(*names: str) -> Predicate:
     def fits(node: fx.Node) -> bool:
@@ -64,6 +67,23 @@ def fine(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 def on(name: str, predicate: Predicate, replace: Callable, guard: Callable = fine) -> Rewrite:
     return Rewrite(name, [predicate], guard, replace)
+
+
+def epilogues(takes_sum: Guard, takes_activation: Guard) -> list[tuple[str, list[Predicate], Guard]]:
+    """What may follow a convolution or linear layer that is to be one kernel with it, longest first: a name, the nodes,
+    and whether they can.
+    """
+    add, relu = named("add"), named("relu")
+    return [
+        ("_add_relu_quantize", [add, relu, is_quantize], takes_sum),
+        ("_add_quantize", [add, is_quantize], takes_sum),
+        ("_add_relu", [add, relu], takes_sum),
+        ("_add", [add], takes_sum),
+        ("_activation_quantize", [is_activation, is_quantize], takes_activation),
+        ("_activation", [is_activation], takes_activation),
+        ("_quantize", [is_quantize], fine),
+        ("", [], fine),
+    ]
 
 
 # Spellings

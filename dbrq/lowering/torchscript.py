@@ -8,7 +8,7 @@ and ``dequantize``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ..mappings import Role
 from .cleanup import may_alias
 from .engine import (
     Lowering,
-    Predicate,
     Rewrite,
     bind,
     is_call,
@@ -35,6 +34,7 @@ from .shared import (
     SILU,
     WEIGHT_ONLY_LINEAR,
     computes,
+    epilogues,
     fine,
     inputs_of,
     is_activation,
@@ -50,7 +50,7 @@ def _post_op(node: fx.Node) -> PostOp | None:
     return None if row.post_op is None else row.post_op(bound)
 
 
-_ADD, _RELU = named("add"), named("relu")
+_ADD = named("add")
 _CONV, _LINEAR = computes(1, 2, 3), computes(0)
 
 # Convolutions and linear layers
@@ -148,19 +148,9 @@ def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 
 def _compute_rewrites() -> list[Rewrite]:
-    chains: list[tuple[str, list[Predicate], Callable]] = [
-        ("_add_relu_quantize", [_ADD, _RELU, is_quantize], _takes_sum),
-        ("_add_quantize", [_ADD, is_quantize], _takes_sum),
-        ("_add_relu", [_ADD, _RELU], _takes_sum),
-        ("_add", [_ADD], _takes_sum),
-        ("_activation_quantize", [is_activation, is_quantize], _takes_post_op),
-        ("is_activation", [is_activation], _takes_post_op),
-        ("_quantize", [is_quantize], fine),
-        ("", [], fine),
-    ]
     return [
         Rewrite(name + suffix, [head, *steps], guard, _fuse)
-        for suffix, steps, guard in chains
+        for suffix, steps, guard in epilogues(_takes_sum, _takes_post_op)
         for name, head in (("conv", _CONV), ("linear", _LINEAR))
     ]
 

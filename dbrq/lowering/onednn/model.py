@@ -165,19 +165,6 @@ class OneDNNModel(LoweredModel):
             self._cut(found | self._dynamic)
         self._restore(kept)
 
-    def _written_tensors(self) -> dict[str, Tensor]:
-        """Copies of the tensors that calls write to."""
-        return {path: self._tensors[path].clone() for path in self._written}
-
-    def _restore(self, kept: Mapping[str, Tensor]) -> None:
-        for path, tensor in kept.items():
-            self._tensors[path].copy_(tensor)
-
-    def warm(self, args: Sequence[Any]) -> None:
-        kept = self._written_tensors()
-        self.plain(args)
-        self._restore(kept)
-
     # Making plans
 
     def _traced(self, segment: Segment, values: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
