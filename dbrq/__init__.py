@@ -18,7 +18,9 @@ from .errors import (
     ExportError,
     KernelInputError,
     LoadError,
+    MismatchError,
     NotCalibratedError,
+    OneDNNError,
     QuantizationError,
     RecipeError,
     RewriteError,
@@ -34,6 +36,7 @@ from .recipes import load_recipe, save_recipe
 from .report import compare, log_values, report
 from .rewriter import rewrite
 from .saving import load, save
+from .selfcheck import set_self_check
 from .workflow import calibrate, convert, prepare, quantize
 
 __version__ = "0.1.0"
@@ -47,7 +50,9 @@ __all__ = [
     "HistogramObserver",
     "KernelInputError",
     "LoadError",
+    "MismatchError",
     "NotCalibratedError",
+    "OneDNNError",
     "QuantizationError",
     "RecipeError",
     "RewriteError",
@@ -70,4 +75,5 @@ __all__ = [
     "rewrite",
     "save",
     "save_recipe",
+    "set_self_check",
 ]

@@ -74,6 +74,14 @@ class ExportError(QuantizationError):
     """A file format cannot hold the model, the file cannot be written, or a package that writes it is missing."""
 
 
+class OneDNNError(QuantizationError):
+    """libdnnl is missing, or a call of it failed."""
+
+
+class MismatchError(QuantizationError):
+    """A lowered model does not compute what the converted model computes."""
+
+
 class CompilerError(QuantizationError):
     """A backend that generates code finds no compiler."""
 

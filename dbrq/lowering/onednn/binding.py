@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .library import ExecArg, OneDNNError, library
+from ...errors import OneDNNError
+from .library import ExecArg, library
 
 
 class Arg(enum.IntEnum):

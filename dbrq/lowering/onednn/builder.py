@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...containers import tree_map
-from ...errors import KernelInputError
+from ...errors import KernelInputError, OneDNNError
 from ...graph import leaves, walk
 from ...kernels import QParams
 from .binding import (
@@ -32,7 +32,6 @@ from .binding import (
 )  # fmt: skip
 from .graphs import Watching
 from .layouts import in_order, is_dense, same_layout
-from .library import OneDNNError
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
 

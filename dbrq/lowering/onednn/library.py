@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...errors import QuantizationError
+from ...errors import OneDNNError
 
 #: Where to find the library, if not in the usual places.
 PATH_VARIABLE = "DBRQ_LIBDNNL"
@@ -42,10 +42,6 @@ _ISAS = {
     0x67: "avx512_core_vnni", 0xE7: "avx512_core_bf16", 0x1EF: "avx512_core_fp16", 0xFEF: "avx512_core_amx",
     0x1FEF: "avx512_core_amx_fp16",
 }  # fmt: skip
-
-
-class OneDNNError(QuantizationError):
-    """libdnnl is missing, or a call of it failed."""
 
 
 class Unimplemented(OneDNNError):

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ....errors import OneDNNError
 from ....kernels import QParams
 from ..builder import Builder, Unsupported
 from ..epilogue import Given
-from ..library import OneDNNError
 from ..partitions import Operand, Partition
 from ..values import Value
 from .attention import attention, matmul

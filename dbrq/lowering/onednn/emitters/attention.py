@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import OneDNNError
 from ....kernels import QParams
 from .. import binding
 from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
 from ..layouts import in_order
-from ..library import OneDNNError
 from ..partitions import Partition, Weight, With
 from ..values import Kind, Value
 from .common import (

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ....errors import OneDNNError
 from ....kernels import QParams
 from .. import binding
 from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
 from ..layouts import channels_last
-from ..library import OneDNNError
 from ..partitions import BatchNorm, Function, Partition, Step, Weight, With
 from ..values import Value
 from .common import (

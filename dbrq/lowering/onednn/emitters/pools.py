@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ....errors import OneDNNError
 from ....kernels import ints
 from .. import binding
 from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
 from ..layouts import channels_last, same_layout
-from ..library import OneDNNError
 from ..partitions import Partition
 from ..values import Value
 from .common import (

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import OneDNNError
 from ....kernels import ints
 from .. import binding
 from ..binding import Alg, Arg, Desc, Primitive
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Fitted, Given
 from ..layouts import channels_last, same_layout
-from ..library import OneDNNError
 from ..partitions import BatchNorm, Partition, Weight, With
 from ..values import Place, Value
 from .common import (
