@@ -27,6 +27,7 @@ from .graph_io import Inputs
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
+from .op_facts import writes
 from .plans import EmbeddingPlan, RecurrentPlan
 from .record import Tag
 from .recurrent import recurrent_weights
@@ -191,7 +192,7 @@ class GraphRun(RunCall):
         output = self.recorder.call(func, args, kwargs)
         for leaf in tree_leaves(output):
             known = self.recorder.known(leaf)
-            written = known is not None and known.node.meta.get("writes")
+            written = known is not None and writes(known.node)
             if known is not None and known.tag is None and (written or not any(leaf is g for g in given)):
                 known.tag = function_name(func)
         return output
@@ -418,7 +419,7 @@ class GraphRun(RunCall):
         if qparams is None:
             hook.unrecorded(tag, number)
             return None
-        key = ("read", id(x), -1 if x.is_inference() else x._version, qparams)
+        key = ("read", id(x), self.recorder.writes_to(x), qparams)
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:
             return cached[1]

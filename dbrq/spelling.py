@@ -43,6 +43,8 @@ _INPLACE = {getattr(Tensor, name): method for name, method in _INPLACE_DUNDERS.i
 #: Functions that take their tensors one by one, and in TorchScript as a list.
 _VARIADIC = frozenset({"meshgrid", "broadcast_tensors", "cartesian_prod", "block_diag", "atleast_1d", "atleast_2d",
                        "atleast_3d"})  # fmt: skip
+#: Functions that give views, which their schemas do not say -> those of which they do.
+_SAFE = {"unsafe_chunk": "chunk", "unsafe_split": "split", "unsafe_split_with_sizes": "split_with_sizes"}
 _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
 _ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim"}
 _TO_DTYPE = {"bool": torch.bool, "bfloat16": torch.bfloat16}
@@ -84,6 +86,10 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
         return "call_method", name, given, options
     if name == "einsum" and (len(given) > 2 or not isinstance(given[1], (list, tuple))):
         given = [given[0], list(given[1:])]
+    if name == "einsum" and (order := _only_permutes(given[0])) is not None:
+        return "call_method", "permute", [given[1][0], order], {}
+    if name in _SAFE:
+        function = getattr(torch, _SAFE[name])
     if name in _VARIADIC and given and isinstance(given[0], Tensor):
         given = [list(given)]
     if function is torch.tensor and given and isinstance(given[0], (list, tuple)) and _is_empty(given[0]):
@@ -92,6 +98,13 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     if name.startswith("avg_pool"):
         given, options = _with_stride(given, options)
     return "call_function", function, *_with_floats(function, given, options)
+
+
+def _only_permutes(equation: Any) -> list[int] | None:
+    """The order of axes that an ``einsum`` of one tensor gives, if that is all it does; None for others."""
+    read, _, made = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    plain = made.isalpha() and len(set(made)) == len(made)
+    return [read.index(axis) for axis in made] if plain and sorted(read) == sorted(made) else None
 
 
 def _operator(target: Callable, reflected: bool, given: list) -> Spelled:

@@ -24,6 +24,7 @@ from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
+from ..watch import random_state_kept
 from ..workflow import convert, prepare, token_of
 from . import inductor, shared, torchscript
 from .bfloat16 import in_bfloat16
@@ -117,7 +118,8 @@ def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dty
     scripted = _scripted(lowering, quantized)
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
-    _warm(scripted, recording.inputs)
+    with random_state_kept():
+        _warm(scripted, recording.inputs)
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])

@@ -21,6 +21,7 @@ from ..errors import RewriteError
 from ..graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
 from ..kernels import QParams
 from ..mappings import FUNCTIONS, TABLE, OpRow
+from ..op_facts import Memory, is_written, writes
 
 log = logging.getLogger("dbrq.lowering")
 #: Verify the graph after every rewrite.
@@ -65,7 +66,7 @@ def row_of(node: Any) -> OpRow | None:
 
 def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     """The row of a node and its arguments in the row's order."""
-    if not isinstance(node, fx.Node) or node.meta.get("writes"):  # what writes to memory is more than its row says
+    if not isinstance(node, fx.Node) or is_impure(node):  # it does more than its row says
         return None
     if node.op == "call_method":
         spelling = FUNCTIONS.get(getattr(torch.Tensor, node.target, None))  # type: ignore[arg-type]
@@ -152,7 +153,7 @@ class Lowering:
     @property
     def writes(self) -> bool:
         """Whether the graph writes to memory."""
-        return any(node.meta.get("writes") for node in self.graph.nodes)
+        return any(map(writes, self.graph.nodes))
 
     def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
         """Apply each rewrite to the whole graph, in order."""
@@ -161,7 +162,7 @@ class Lowering:
                 if node._erased or (nodes := rewrite.match(node)) is None:
                     continue
                 head = nodes[0]
-                reason = rewrite.guard(self, nodes)
+                reason = rewrite.guard(self, nodes) or self.disturbed(nodes)
                 if reason:
                     self.note(rewrite.name, head, f"no: {reason}")
                     continue
@@ -187,6 +188,19 @@ class Lowering:
         for part in node.target.split("."):
             value = getattr(value, part)
         return value
+
+    def disturbed(self, nodes: Sequence[fx.Node]) -> str:
+        """Why nodes cannot become one at the place of the last, "" if they can: no memory that they read may be
+        written to in between, and what they read as dequantized must still be that.
+        """
+        if not self.writes:
+            return ""
+        inside = set(nodes)
+        read = {before for node in nodes for before in node.all_input_nodes if before not in inside}
+        if any(is_call(n, DEQUANTIZE) and is_written(n) for n in read):
+            return "what it reads is written to since it was dequantized"
+        found = Memory(self.graph).written_between(nodes[0], nodes[-1], read)
+        return "memory that it reads is written to in between" if found else ""
 
     # Changing the graph
 

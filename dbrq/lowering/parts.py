@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import op_facts
 from ..attachment import state_of
 from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
@@ -201,7 +202,7 @@ class _Parts:
             return "no example of its inputs is known"
         try:
             recording = record(module, example[0], example[1], Inside(number, tags))
-            if any(node.meta.get("writes") for node in recording.graph.graph.nodes):
+            if any(map(op_facts.writes, recording.graph.graph.nodes)):
                 return "it writes to what it is given, or to its own buffers"
             reads, writes = _int8_borders(recording, self._int8_makers, tags)
             codegen = recording.graph.graph._codegen

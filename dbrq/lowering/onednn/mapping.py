@@ -335,14 +335,7 @@ def _reason(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     chain = chain_of(lowering, nodes[0])
     if chain is None:
         return "no primitive for it"
-    if lowering.writes and len(chain.nodes) > 1:
-        between, inside = False, False
-        for node in lowering.graph.nodes:
-            inside = (inside or node is chain.nodes[0]) and node is not chain.nodes[-1]
-            between = between or (inside and bool(node.meta.get("writes")))
-        if between:
-            return "memory is written to in between"
-    return ""
+    return lowering.disturbed(chain.nodes)
 
 
 def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:

@@ -154,6 +154,8 @@ class Instance:
 
         def read() -> Tensor:
             base = tensors[slot]
+            if base.dtype is not dtype:
+                base = base.view(dtype)
             if offset == 0 and base.shape == shape and base.stride() == strides:
                 return base
             return base.as_strided(shape, strides, base.storage_offset() + offset)
