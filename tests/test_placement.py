@@ -58,10 +58,7 @@ def test_two_ops_that_read_each_other_on_different_paths():
 
         def forward(self, x: torch.Tensor, swap: bool) -> torch.Tensor:
             for step in (1, 0) if swap else (0, 1):
-                if step:
-                    x = x + 1.0
-                else:
-                    x = x * 2.0
+                x = x + 1.0 if step else x * 2.0
             return self.layer(x)
 
     model, x = Either().eval(), torch.rand(8, 4)
