@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -326,6 +327,25 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
             if hasattr(weight, "fake_quant_enabled"):
                 token.states[op.owner].weight_fake_quants[op.module_key] = weight
     return placement
+
+
+@contextlib.contextmanager
+def undone_on_failure(token: QuantizedModelToken) -> Iterator[None]:
+    """Put the decisions, observers and fixed qparams of a prepared model back if the block fails."""
+    names = ("keys", "observers", "observing", "fixed_qparams")
+    held = {name: getattr(token, name) for name in names}
+    decisions = [(op, op.decision) for op in token.record.ops]
+    states = [(state, state.observers, state.weight_fake_quants) for state in token.states.values()]
+    try:
+        yield
+    except BaseException:
+        token.__dict__.update(held)
+        for op, decision in decisions:
+            op.decision = decision
+        for state, observers, weight_fake_quants in states:
+            state.observers, state.weight_fake_quants = observers, weight_fake_quants
+            state.refresh()
+        raise
 
 
 def calibrate(
