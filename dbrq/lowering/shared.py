@@ -13,6 +13,7 @@ from torch import fx
 from ..graph import DEQUANTIZE
 from ..kernels import QParams, ints, script
 from ..mappings import Role
+from ..moves import names_dtype
 from .engine import (
     Lowering,
     Predicate,
@@ -129,6 +130,8 @@ def moves(node: fx.Node) -> bool:
     """
     row = row_of(node)
     if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
+        return False
+    if names_dtype(node.args, node.kwargs):
         return False
     sources = inputs_of(node)
     if not all(map(is_dequantize, sources)):
@@ -271,7 +274,7 @@ def free_of_strides(lowering: Lowering) -> None:
     graph = lowering.graph
     writes = lowering.writes
     for node in list(graph.nodes):
-        if node.op == "call_method" and node.target == "view" and not writes:
+        if node.op == "call_method" and node.target == "view" and not writes and not names_dtype(node.args, node.kwargs):
             node.target = "reshape"
         if node.op == "call_method" and node.target == "view_as" and not writes:
             node.target = "reshape_as"
