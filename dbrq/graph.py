@@ -40,7 +40,7 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
-                      "unsafe_split", "nonzero", "where"})  # fmt: skip
+                      "unsafe_split", "nonzero", "nonzero_numpy", "where"})  # fmt: skip
 #: How the message of each of the graph's assertions begins.
 ONE_PATH = "dbrq: this graph holds for one path through the model"
 

@@ -13,6 +13,7 @@ from torch import fx
 from ..graph import DEQUANTIZE
 from ..kernels import QParams, ints, script
 from ..mappings import Role
+from ..moves import names_dtype
 from ..op_facts import Memory, called, is_written
 from .engine import (
     Lowering,
@@ -136,6 +137,8 @@ def moves(node: fx.Node) -> bool:
     """
     row = row_of(node)
     if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
+        return False
+    if names_dtype(node.args, node.kwargs):
         return False
     sources = inputs_of(node)
     if not all(map(is_dequantize, sources)):
@@ -285,7 +288,8 @@ def free_of_strides(lowering: Lowering) -> None:
     memory = Memory(graph)
     for node in list(graph.nodes):
         if not mutable:
-            node.target = _OF_ANY_LAYOUT.get(node.target, node.target) if node.op == "call_method" else node.target
+            if node.op == "call_method" and not names_dtype(node.args, node.kwargs):
+                node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
         elif _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
             with graph.inserting_after(node):
                 _read_contiguous(graph, node, list(node.users))
