@@ -73,6 +73,7 @@ class Recording:
         tags: who made each tensor that it returns.
         draws: the model draws random numbers.
         others: as ``inputs``, perturbed; None if the model or the graph do not take such inputs.
+        reference: the graph, run in float for ``trials``; None if it was not yet.
     """
 
     graph: fx.GraphModule
@@ -82,6 +83,7 @@ class Recording:
     tags: tuple[Tag, ...]
     draws: bool = False
     others: tuple | None = None
+    reference: Reference | None = None
 
     def trials(self) -> list[Trial]:
         """Calls of the graph to compare what is made of it on."""
@@ -199,16 +201,16 @@ def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: d
     """The recording, with perturbed inputs for trials; raises unless graph and model agree on all of them."""
     reference = Reference(recording.graph)
     example = recording.trials()[0]
-    expected = reference.expected(example)
+    reference.expected(example)
     given = dataclasses.replace(example, inputs=(args, kwargs))
     got, warned = converted.call(given, reference.changed, reference.writes)
-    _compare(converted, reference, example, given, expected, got)
+    _compare(converted, reference, example, given, got)
     found = _on_other_inputs(recording, converted, reference, args, kwargs, warned)
     if found is None:
-        return recording
+        return dataclasses.replace(recording, reference=reference)
     other, call, got = found
-    _compare(converted, reference, other, call, reference.expected(other), got)
-    return dataclasses.replace(recording, others=other.inputs)
+    _compare(converted, reference, other, call, got)
+    return dataclasses.replace(recording, others=other.inputs, reference=reference)
 
 
 def _on_other_inputs(
@@ -238,14 +240,7 @@ def _on_other_inputs(
     return None
 
 
-def _compare(
-    converted: Converted,
-    reference: Reference,
-    trial: Trial,
-    call: Trial,
-    expected: Outcome,
-    got: Outcome,
-) -> None:
+def _compare(converted: Converted, reference: Reference, trial: Trial, call: Trial, got: Outcome) -> None:
     """Raise unless the converted model gives what the graph does; say which op of which is wrong.
 
     Args:

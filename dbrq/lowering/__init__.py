@@ -20,12 +20,12 @@ from ..attachment import state_of
 from ..copies import uncompiled
 from ..errors import ConfigurationError, RewriteError, SeveralPathsError
 from ..graph import remove_dead
-from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..workflow import convert, prepare, token_of
 from . import inductor, shared, torchscript
+from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
 from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
@@ -73,6 +73,8 @@ def lower(
         ConfigurationError: no such backend or dtype.
         OneDNNError: libdnnl is not installed.
         CompilerError: for inductor, there is no C++ compiler.
+        MismatchError: the lowered model does not give what the converted model gives, and no op could be found to run
+            in another way; or the converted model itself does not give what its ops are defined to.
 
     >>> import dbrq
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -92,11 +94,14 @@ def lower(
     verbose = verbose or VERBOSE
 
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
-        if backend == "onednn":
-            return _on_onednn(recording, module, dtype, verbose)
-        if backend == "inductor":
-            return _on_inductor(recording, module, dtype, verbose, cpp_wrapper)
-        return _on_torchscript(recording, module, dtype, verbose)
+        def build(graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...]) -> nn.Module:
+            if backend == "onednn":
+                return _on_onednn(graph, inputs, in_torch, module, dtype, verbose)
+            if backend == "inductor":
+                return _on_inductor(graph, inputs, module, dtype, verbose, cpp_wrapper)
+            return _on_torchscript(graph, inputs, in_torch, module, dtype, verbose)
+
+        return agreeing(recording, build, dtype)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
         try:
@@ -107,46 +112,52 @@ def lower(
     return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
 
 
-def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
-    lowering = lower_graph(recording.graph, dtype)
+def _on_torchscript(
+    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
+    verbose: bool,
+) -> nn.Module:  # fmt: skip
+    decisions = graph.meta.get("decisions", ())
+    lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
-        in_bfloat16(lowering.module, recording.inputs)
+        in_bfloat16(lowering.module, inputs)
     if verbose:
-        asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
-        print(lowering, *asserted, sep="\n", file=sys.stderr)
+        print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
     scripted = _scripted(lowering, quantized)
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
-    _warm(scripted, recording.inputs)
+    _warm(scripted, inputs)
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
     return scripted
 
 
-def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
-    codegen = recording.graph.graph._codegen
-    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
-    model = OneDNNModel(recording.graph, returned, dtype)
+def _on_onednn(
+    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
+    verbose: bool,
+) -> nn.Module:  # fmt: skip
+    model = OneDNNModel(graph, returned_of(graph), dtype)
+    for replaced in in_torch:
+        model.keep_in_torch(replaced.nodes)
+        model.lowering.reasons[replaced.op] = replaced.reason
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose:
         print(model.lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(recording.inputs))
+    model.warm(copy.deepcopy(inputs))
     return model
 
 
 def _on_inductor(
-    recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
+    graph: fx.GraphModule, inputs: tuple, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
 ) -> nn.Module:
-    codegen = recording.graph.graph._codegen
-    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
-    lowering = Lowering(recording.graph, dtype)
+    returned = returned_of(graph)
+    lowering = Lowering(graph, dtype)
     inductor.prepare(lowering)
-    model = inductor.InductorModel(recording.graph, returned, dtype, cpp_wrapper=cpp_wrapper)
+    model = inductor.InductorModel(graph, returned, dtype, cpp_wrapper=cpp_wrapper)
     model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
     if verbose:
         print(lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(recording.inputs))
+    model.warm(copy.deepcopy(inputs))
     return model
 
 
@@ -168,12 +179,16 @@ def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
             torch.jit.enable_onednn_fusion(True)
 
 
-def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lowering:
+def lower_graph(
+    graph: fx.GraphModule, dtype: torch.dtype = torch.float32, in_torch: tuple[Replaced, ...] = ()
+) -> Lowering:
     """Apply the torchscript backend's rewrites to a Q/DQ graph, which is used up; the result's ``module`` runs in
-    Python too.
+    Python too. What is ``in_torch`` keeps its nodes.
     """
     graph.graph.set_codegen(CodeGen())
     lowering = Lowering(graph, dtype)
+    lowering.kept = frozenset().union(*(replaced.nodes for replaced in in_torch))
+    lowering.reasons.update((replaced.op, replaced.reason) for replaced in in_torch)
 
     def check(state: Lowering) -> None:
         verify(state, torchscript.problem)

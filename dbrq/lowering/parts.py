@@ -236,7 +236,7 @@ def _int8_borders(
     graph = recording.graph.graph
     reads: dict[str, QParams] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    inputs = list(recording.inputs)
+    inputs, others = list(recording.inputs), None if recording.others is None else list(recording.others)
     for position, node in enumerate(placeholders):
         users = [user for user in node.users if user.target is not check_input]
         checks = [user for user in node.users if user.target is check_input]
@@ -255,7 +255,11 @@ def _int8_borders(
             check.args = (*check.args[:3], torch.uint8)
         node.meta["dtype"] = torch.uint8
         inputs[position] = quantize(inputs[position], qparams)
+        if others is not None:
+            others[position] = quantize(others[position], qparams)
     object.__setattr__(recording, "inputs", tuple(inputs))
+    object.__setattr__(recording, "others", None if others is None else tuple(others))
+    object.__setattr__(recording, "reference", None)
     output = next(node for node in graph.nodes if node.op == "output")
     writes: list[QParams | None] = []
 
