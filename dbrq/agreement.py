@@ -34,8 +34,8 @@ _FACTOR = 3.0
 _SLICE = 64
 #: Runs of the nudged reference.
 _SAMPLES = 6
-#: A reference that strays this far, relative to its values, when it is nudged says nothing about single ops.
-_CHAOTIC = 0.1
+#: Outcomes of a reference that strays further than this, relative to its values, say little about single ops.
+INFORMATIVE = 0.1
 #: Float weights of a reference that are kept between its runs, in bytes.
 _KEPT = 1 << 29
 
@@ -209,7 +209,7 @@ def _collect(tree: Any, path: str, found: dict[str, Any]) -> None:
         for each in dataclasses.fields(tree):
             _collect(getattr(tree, each.name, None), f"{path}.{each.name}", found)
     else:
-        found[path] = tree.detach() if isinstance(tree, Tensor) else tree
+        found[path] = tree.detach().clone() if isinstance(tree, Tensor) else tree  # it may be a buffer
 
 
 @dataclass(frozen=True)
@@ -247,15 +247,14 @@ def difference(expected: Outcome, got: Outcome, samples: Callable[[], Sequence[O
     return None if extra is None else Difference(extra, "no value", "one")
 
 
-def strays(expected: Outcome, samples: Sequence[Outcome]) -> bool:
-    """Whether the nudged reference strays so far that its outcomes say little about single ops."""
+def _noises(expected: Outcome, samples: Sequence[Outcome]) -> Iterator[float]:
+    """For each float leaf: how far samples stray, relative to its size."""
     for path, value in expected.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             e = _numbers(value)
-            noise = max(_rms(torch.where(e.isfinite(), _numbers(s[path]) - e, 0.0)) for s in samples)
-            if noise > _CHAOTIC * _rms(torch.where(e.isfinite(), e, 0.0)):
-                return True
-    return False
+            size = _rms(torch.where(e.isfinite(), e, 0.0))
+            strays = max(_rms(torch.where(e.isfinite(), _numbers(s[path]) - e, 0.0)) for s in samples)
+            yield strays / size if size else 0.0
 
 
 def _leaf_difference(
@@ -408,12 +407,13 @@ class Reference(fx.Interpreter):
         """Where what another form gave strays further than rounding accounts for; None if nowhere."""
         return difference(self.expected(trial), got, lambda: self.samples(trial))
 
-    def is_chaotic(self, trial: Trial) -> bool:
-        """Whether rounding alone was seen to change an outcome so much that it says little about single ops.
-
-        Only where samples had to be taken: what agrees closely needs none.
+    def noise(self, trial: Trial) -> float:
+        """How far rounding alone was seen to change an outcome, relative to its size; 0 where all agreed so closely
+        that nobody had to look.
         """
-        return trial.words in self._samples and strays(self.expected(trial), self.samples(trial))
+        if trial.words not in self._samples:
+            return 0.0
+        return max([0.0, *_noises(self.expected(trial), self.samples(trial))])
 
     def wrong_op(self, trial: Trial, values: Mapping[fx.Node, Tensor]) -> WrongOp | None:
         """The first op whose value in another form is wrong, given the values that form has for its inputs.

@@ -108,6 +108,7 @@ def _problem(model: nn.Module, reference: Reference, trials: list[Trial]) -> tup
     """When a lowered model strays from the graph, and where; None if it never does."""
     for turn in ("first", "second"):
         for trial in trials:
+            reference.expected(trial)  # which shows what calls write to
             found = reference.difference(trial, _outcome(model, reference, trial))
             if found is not None:
                 return f"the {turn} call with {trial.words}", found
