@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from .auto_trace import InterceptedForward, RunCall
@@ -177,11 +177,12 @@ class Inputs:
         if value is None:
             recorder.graph.call_function(check_absent, (node, name))
             return None
-        if any(isinstance(leaf, Tensor) for leaf in getattr(value, "__dict__", {}).values()):
+        if _holds_tensors(value, 4):
             raise RewriteError(
                 "an input is an object that a graph cannot take apart", path="",
-                expected="tensors, numbers and containers",
-                got=f"{name}: {type(value).__name__}", hint="pass its tensors one by one, or leave it out",
+                expected="tensors, numbers and containers (lists, tuples, mappings, dataclasses)",
+                got=f"{name}: an object of class {type(value).__name__} that holds tensors",
+                hint="have forward take its tensors as arguments of their own, or leave it out",
             )  # fmt: skip
         return value
 
@@ -201,6 +202,20 @@ class Inputs:
             elif name in bound.arguments:
                 bound.arguments[name] = values[name]
         return bound.args, bound.kwargs
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether a tensor is found in an object's attributes, or in what they hold."""
+    if isinstance(value, Tensor):
+        return True
+    if not depth or isinstance(value, (type, nn.Module)):
+        return False
+    parts: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    if isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = [*value.values(), *parts]
+    return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
 def placeholders_of(

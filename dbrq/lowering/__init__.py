@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-import warnings
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 
 from ..attachment import state_of
 from ..copies import uncompiled
-from ..errors import ConfigurationError, RewriteError, SeveralPathsError
+from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph import remove_dead
 from ..guards import without_autocast
 from ..report import ReportRow, report, rows_as_json
@@ -31,9 +31,12 @@ from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
+from .quiet import scripted
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
+#: Held while a switch of the process may be off.
+_WARMING = threading.Lock()
 
 
 @without_autocast()
@@ -117,6 +120,7 @@ def _on_torchscript(
     verbose: bool,
 ) -> nn.Module:  # fmt: skip
     decisions = graph.meta.get("decisions", ())
+    _check_scriptable(graph, inputs)
     lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
@@ -161,22 +165,52 @@ def _on_inductor(
     return model
 
 
+def _check_scriptable(graph: fx.GraphModule, inputs: tuple) -> None:
+    """Raise if TorchScript has no type for an input."""
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        problem = _without_type(value)
+        if problem:
+            raise RewriteError(
+                "TorchScript has no type for an input", path="",
+                expected="tensors, numbers, strings, tuples, and lists and dicts whose values are of one type",
+                got=f"{node.target}: {problem}",
+                hint="have forward take what it holds as arguments of its own, or lower with "
+                'backend="onednn", which takes any containers',
+            )  # fmt: skip
+
+
+def _without_type(value: Any) -> str:
+    """What of an input TorchScript cannot type, in words; "" if nothing."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+        return ""
+    if not isinstance(value, (list, tuple, Mapping)):
+        return f"an object of class {type(value).__name__}"
+    items = list(value.values()) if isinstance(value, Mapping) else list(value)
+    kinds = sorted({type(item).__name__ for item in items})
+    if len(kinds) > 1 and not isinstance(value, tuple):
+        return f"a {type(value).__name__} that holds {' and '.join(kinds)}"
+    return next(filter(None, map(_without_type, items)), "")
+
+
 def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
     """Run the example, so that TorchScript settles its plan now.
 
     Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
-    ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md).
+    ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md). torch has no such switch
+    for one module or thread. So it is turned off only where the user has turned it on, by one thread at a time; what
+    another thread scripts meanwhile and runs for the first time is merely not fused.
     """
-    fuses = torch.jit.onednn_fusion_enabled()
-    if fuses:
-        torch.jit.enable_onednn_fusion(False)
-    try:
-        with torch.no_grad():
-            for _ in range(3):
-                scripted(*copy.deepcopy(inputs))
-    finally:
+    with _WARMING:
+        fuses = torch.jit.onednn_fusion_enabled()
         if fuses:
-            torch.jit.enable_onednn_fusion(True)
+            torch.jit.enable_onednn_fusion(False)
+        try:
+            with torch.no_grad():
+                for _ in range(3):
+                    scripted(*copy.deepcopy(inputs))
+        finally:
+            if fuses:
+                torch.jit.enable_onednn_fusion(True)
 
 
 def lower_graph(
@@ -244,11 +278,10 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", message=".*instance-level annotations.*")  # of fx.GraphModule's own
-            return torch.jit.script(module)
-    except Exception as error:
+        return scripted(module)
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
         raise RewriteError(
             f"TorchScript does not take the graph: {error}",
             path="",
