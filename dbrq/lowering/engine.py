@@ -52,6 +52,11 @@ def is_weight(node: Any) -> bool:
     return is_call(node, DEQUANTIZE_PER_CHANNEL)
 
 
+def _converts(node: fx.Node) -> bool:
+    """Whether a node only quantizes or dequantizes."""
+    return node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+
+
 def qparams_of(node: fx.Node) -> QParams:
     """qparams of a quantize or dequantize node."""
     scale, zero_point, low, high = node.args[1:5]
@@ -137,6 +142,7 @@ class Lowering:
         modules: what the graph calls, by path: submodules, or a backend's partitions.
         kernels: op path (as in reports) -> what runs it now.
         reasons: op path -> why it runs in float now, for those that were int8.
+        kept: names of nodes that stay as they are, quantize and dequantize aside.
     """
 
     module: fx.GraphModule
@@ -145,6 +151,7 @@ class Lowering:
     entries: list[Entry] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:
@@ -165,6 +172,9 @@ class Lowering:
                 reason = rewrite.guard(self, nodes) or self.disturbed(nodes)
                 if reason:
                     self.note(rewrite.name, head, f"no: {reason}")
+                    continue
+                if any(n.name in self.kept and not _converts(n) for n in nodes):
+                    self.note(rewrite.name, head, "no: a kernel of this op gave wrong numbers")
                     continue
                 op, *ops = (n.meta.get("op") for n in nodes)
                 kernel = rewrite.replace(self, nodes)

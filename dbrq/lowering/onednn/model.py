@@ -8,7 +8,7 @@ import logging
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,16 @@ class OneDNNModel(LoweredModel):
         self._parts = segments_of(self.lowering.graph, dynamic)
         self._whole = _alone(self._parts, self.placeholders, self._output)
         self._plans.clear()
+
+    def keep_in_torch(self, names: Collection[str]) -> None:
+        """Have torch run these nodes of the recorded graph from now on, and whatever was fused with them."""
+        found = set()
+        for node in self.lowering.graph.nodes:
+            module = self.lowering.modules.get(node.target) if node.op == "call_module" else None
+            inside = module.reference.nodes if isinstance(module, Partition) else ()
+            if node.op.startswith("call_") and any(n.name in names for n in (node, *inside)):
+                found.add(node.name)
+        self._cut(self._dynamic | found)
 
     # Calling
 
