@@ -31,6 +31,7 @@ from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
+from .self_test import SelfTest, expected_outputs
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
@@ -108,12 +109,15 @@ def lower(
 
 
 def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
+    expected = expected_outputs(recording.graph, recording.inputs)
     lowering = lower_graph(recording.graph, dtype)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, recording.inputs)
     if verbose:
         asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
         print(lowering, *asserted, sep="\n", file=sys.stderr)
+    test = SelfTest(lowering, recording.inputs, expected)
+    test.hold(lowering.module)
     scripted = _scripted(lowering, quantized)
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
@@ -121,6 +125,7 @@ def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dty
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
+    test.define(scripted)
     return scripted
 
 
@@ -186,6 +191,7 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     torchscript.own_accumulators(lowering)
     shared.free_of_strides(lowering)
     remove_dead(lowering.graph)
+    torchscript.prove_kernels(lowering)
     check(lowering)
     lowering.module = _rebuilt(lowering)
     return lowering
