@@ -33,6 +33,7 @@ from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
 from .quiet import scripted
+from .self_test import SelfTest, expected_outputs
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
@@ -122,11 +123,14 @@ def _on_torchscript(
 ) -> nn.Module:  # fmt: skip
     decisions = graph.meta.get("decisions", ())
     _check_scriptable(graph, inputs)
+    expected = expected_outputs(graph, inputs)
     lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
     if verbose:
         print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
+    test = SelfTest(lowering, inputs, expected)
+    test.hold(lowering.module)
     scripted = _scripted(lowering, quantized)
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
@@ -135,6 +139,7 @@ def _on_torchscript(
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
+    test.define(scripted)
     return scripted
 
 
@@ -237,6 +242,7 @@ def lower_graph(
     torchscript.own_accumulators(lowering)
     shared.free_of_strides(lowering)
     remove_dead(lowering.graph)
+    torchscript.prove_kernels(lowering)
     check(lowering)
     lowering.module = _rebuilt(lowering)
     return lowering

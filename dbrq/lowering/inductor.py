@@ -33,6 +33,8 @@ from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from ..kernels import ints
+from ..kernels.known_faults import Geometry, fault_of
+from ..mappings import Role
 from ..op_facts import writes
 from .cleanup import written_attributes
 from .data import from_data
@@ -560,9 +562,25 @@ def _contiguous(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 
 def _in_float(node: fx.Node) -> bool:
-    """A weight that is read by what has no int8 kernel here."""
-    readers = [row_of(user) for user in node.users]
-    return is_weight(node) and not any(row is not None and row.name in _INT8 for row in readers)
+    """A weight that is read by what has no int8 kernel here, or one that is wrong on some CPU."""
+    if not is_weight(node):
+        return False
+    readers = [(user, row_of(user)) for user in node.users]
+    return not any(row is not None and row.name in _INT8 and not _fault(user) for user, row in readers)
+
+
+def _fault(node: fx.Node) -> str:
+    """Why the kernel that Inductor would call for a node is not to be trusted with the example's shape, or ""."""
+    row, bound = bind(node)  # type: ignore[misc]
+    n = row.ndim
+    if not n or row.role is not Role.COMPUTE or isinstance(bound[4], str):
+        return ""
+    shape, weight = bound[0].meta["shape"], bound[1].meta["shape"]
+    if len(shape) != n + 2:
+        return ""
+    stride, padding, dilation = (tuple(ints(value, n)) for value in bound[3:6])
+    fault = fault_of(Geometry(tuple(shape), weight[0], tuple(weight[2:]), stride, padding, dilation, bound[6]))
+    return "" if fault is None else f"torch's int8 kernel is wrong on some CPU for {fault.name}"
 
 
 def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -576,7 +594,9 @@ def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     constant.meta = dict(node.meta)
     for user in node.users:
         if user.meta.get("op") is not None:
-            lowering.reasons[user.meta["op"]] = _NO_KERNEL
+            row = row_of(user)
+            called = row is not None and row.name in _INT8
+            lowering.reasons[user.meta["op"]] = (_fault(user) if called else "") or _NO_KERNEL
     lowering.replace(node, constant)
     return "a constant in float"
 
