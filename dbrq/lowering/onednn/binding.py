@@ -195,6 +195,18 @@ def _count_leak() -> None:
     _shared.leaked += 1
 
 
+def _settled(desc: Desc) -> Desc:
+    """An image of one pixel, if its channels lie together, as channels last.
+
+    By its strides it could as well be contiguous, and the kernel of 3.2 takes it for both at once: its operation for
+    one, the operations behind it for the other.
+    """
+    shape, strides = desc.shape or (), desc.strides or ()
+    if len(strides) < 3 or max(shape[2:]) > 1 or strides[1] != 1 or strides[0] < shape[1]:
+        return desc
+    return Desc.strided(shape, desc.dtype or torch.float32, (*strides[:2], *[shape[1]] * (len(shape) - 2)))
+
+
 # By kind
 
 
@@ -237,6 +249,10 @@ def eltwise(alg: Alg, src: Desc, dst: Desc, alpha: float, beta: float, attribute
 
 
 def binary(alg: Alg, src: Desc, other: Desc, dst: Desc, attributes: Attributes) -> Primitive:
+    src, other, dst = map(_settled, (src, other, dst))
+    if any(isinstance(op, Binary) for op in attributes.post_ops):
+        ops = [Binary(op.alg, _settled(op.other)) if isinstance(op, Binary) else op for op in attributes.post_ops]
+        attributes = Attributes(attributes.scales, attributes.zero_points, ops)
     spec = Spec("binary", {Arg.SRC: src, Arg.SRC_1: other, Arg.DST: dst}, attributes, alg)
     return _made(spec, library().engine, alg, src.handle, other.handle, dst.handle)
 

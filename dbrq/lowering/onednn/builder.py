@@ -58,7 +58,7 @@ class PackedWeights:
         for place in self.known(key):
             if place.desc == wanted:
                 return place
-        tensor = make()
+        tensor = make().contiguous()  # the layout from which trials of the kernels that read it bring theirs
         packed = torch.zeros(max(wanted.size, 1), dtype=torch.uint8)
         source = Desc.strided(tensor.shape, tensor.dtype, tensor.stride())
         execute(

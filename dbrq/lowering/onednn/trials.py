@@ -132,14 +132,15 @@ class _Trial:
         spec = self.spec
         if spec.kind == "layer_normalization_forward":  # for which a factor makes no difference
             return
-        sides = [a for a in spec.descs if a in (Arg.SRC, Arg.WEIGHTS, Arg.SRC_1) or a >= Arg.MULTIPLE_SRC]
+        heads = (Arg.SRC,) if spec.alg is Alg.DIV else (Arg.SRC, Arg.WEIGHTS, Arg.SRC_1)
+        sides = [a for a in spec.descs if a in heads or a >= Arg.MULTIPLE_SRC]
         found: list[int] = []
         for arg in sides:
             if self.tensors[arg].dtype.is_floating_point:
                 found.append(arg)
             elif arg in spec.attributes.scales:
                 found.append(Arg.SCALES | arg)
-        if Arg.WEIGHTS in spec.descs or spec.alg in (Alg.MUL, Alg.DIV):
+        if Arg.WEIGHTS in spec.descs or spec.alg is Alg.MUL:
             self.moving.update(found[:1])
         elif len(found) == len(sides):
             self.moving.update(found)
@@ -241,11 +242,11 @@ class _Trial:
 
 def _place(desc: Desc, tensor: Tensor | None) -> _Placed:
     """A tensor in guarded memory, or memory for a result."""
-    guarded = selfcheck.Guarded(desc.size, _PATTERN)
-    guarded.bytes.fill_(_PATTERN)
+    itemsize = 1 if desc.dtype is None else desc.dtype.itemsize
+    guarded = selfcheck.Guarded(max(desc.size, itemsize), _PATTERN)  # a desc that repeats one element has no size
     view = None
     if desc.strides is not None and desc.shape is not None and desc.dtype is not None:
-        flat = guarded.bytes[: desc.size // desc.dtype.itemsize * desc.dtype.itemsize].view(desc.dtype)
+        flat = guarded.bytes.view(desc.dtype)
         view = flat.as_strided(desc.shape, desc.strides, flat.storage_offset())
         if tensor is not None:
             once = _without_repeats(desc)
