@@ -423,7 +423,8 @@ def test_an_interruption_destroys_each_handle_once(when, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             binding.eltwise(Alg.RELU, x, x, 0.0, 0.0, Attributes())
     gc.collect()
-    assert len(descs) == len(set(descs)) == 1 and len(primitives) == len(set(primitives)) == 1
+    assert len(descs) == len(set(descs)) == 1
+    assert len(primitives) == len(set(primitives)) == (when != "primitive_desc_query")
     assert not complaints
 
 

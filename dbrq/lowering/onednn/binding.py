@@ -45,9 +45,9 @@ from .handles import (
 from .library import Unimplemented, library
 
 __all__ = [
-    "DTYPES", "Alg", "Arg", "Attributes", "Binary", "Desc", "Disproved", "Eltwise", "Implementation", "Memory", "PostOp", "Primitive",
-    "Spec", "Sum", "arguments", "binary", "concat", "convolution", "dims", "eltwise", "execute", "layer_norm", "matmul",
-    "pooling", "reorder", "replacements", "resampling", "row_major", "softmax",
+    "DTYPES", "Alg", "Arg", "Attributes", "Binary", "Desc", "Disproved", "Eltwise", "Implementation", "Memory",
+    "PostOp", "Primitive", "Spec", "Sum", "arguments", "binary", "concat", "convolution", "dims", "eltwise", "execute",
+    "layer_norm", "matmul", "pooling", "reorder", "replacements", "resampling", "row_major", "softmax",
 ]  # fmt: skip
 
 _INFERENCE = 96
@@ -172,6 +172,7 @@ def _candidates(spec: Spec, args: Sequence[Any]) -> Iterator[Primitive]:
     """
     leaking: list[Implementation] = []
     references: list[Implementation] = []
+    others = 0
     for number in itertools.count():
         try:
             chosen = Implementation(spec, args, number)
@@ -184,9 +185,12 @@ def _candidates(spec: Spec, args: Sequence[Any]) -> Iterator[Primitive]:
         elif chosen.is_reference:
             references.append(chosen)
         else:
+            others += 1
             yield Primitive(spec, chosen)
-    if references and not leaking and spec.work > _BEARABLE:
-        raise Unimplemented(f"oneDNN has only {references[0].name} for it")
+    if references and spec.work > _BEARABLE:
+        if not others and not leaking:
+            raise Unimplemented(f"oneDNN has only {references[0].name} for it")
+        references = []
     yield from (Primitive(spec, chosen) for chosen in (*leaking, *references))
 
 
