@@ -162,6 +162,8 @@ class GraphRecorder:
                 hint="write this part in Python, or lower the modules around it one by one",
             )
         self._kept.append(tensor)
+        if id(tensor) not in self._names and _is_borrowed(tensor):
+            return self._constant(tensor)
         name = self._names.get(id(tensor)) or self._fresh("constant")
         if (memory := memory_of(tensor)) is not None:
             self._state.add(memory)
@@ -266,7 +268,7 @@ class GraphRecorder:
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static((*given, *options.values()))
         if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
-            return self._constant(self.execute(function, args, kwargs))
+            return self.execute(function, args, kwargs)
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
@@ -291,16 +293,12 @@ class GraphRecorder:
         """How often the memory of ``tensor`` was written to."""
         return self._written[memory_of(tensor)]  # type: ignore[index]
 
-    def _constant(self, result: Any) -> Any:
-        """What is made anew in each call, and always the same: the graph holds it, and copies it where it is used."""
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._kept.append(tensor)
-                held = self.attribute(self._fresh("constant"), tensor)
-                node = self.graph.call_method("clone", (held,))
-                self._describe(node)
-                self.bind(tensor, node, static=True)
-        return result
+    def _constant(self, tensor: Tensor) -> fx.Node:
+        """The node of a tensor that each call makes anew, and always the same: the graph copies one that it holds."""
+        self._kept.append(tensor)
+        node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
+        self._describe(node)
+        return self.bind(tensor, node, static=True).node
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""
@@ -586,6 +584,11 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
+
+
+def _is_borrowed(tensor: Tensor) -> bool:
+    """Whether memory was made outside of torch, as by numpy."""
+    return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
 
 def _version(tensor: Tensor) -> int:

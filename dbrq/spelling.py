@@ -77,6 +77,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     if function in _INPLACE:
         return "call_method", _INPLACE[function], given, {}
     if is_method(function):
+        name = _SAFE.get(name, name)
         if not given:
             given = [options.pop("self", None) if "self" in options else options.pop("input")]
         if name in _TO_DTYPE:

@@ -180,6 +180,7 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     def check(state: Lowering) -> None:
         verify(state, torchscript.problem)
 
+    torchscript.check_said(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
