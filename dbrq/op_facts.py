@@ -180,7 +180,10 @@ def memory_of(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # a subclass that computes its elements
+            return None
 
 
 # Nodes
