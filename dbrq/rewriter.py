@@ -369,17 +369,32 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Ins
     return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
+def _record(
+    quantized: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    inside: Inside | None,
+    sizes: Sizes,
+    state: frozenset[str] = frozenset(),
+) -> Recording:
+    """One run's recording.
+
+    Args:
+        state: paths of the model's tensors that runs change, as far as that is known before the run.
+    """
     kept = [t for name, t in quantized.named_buffers() if t.dtype is torch.int8]  # nothing but dbrq has to do with them
     model = copied(quantized, kept)  # the run may leave traces in it
     args, kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
-    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
+    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, args, kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)
     with torch.inference_mode(False), random_state_kept_if_drawn() as drawing:
-        output = run.record(intercepted, inputs.args, inputs.kwargs)
+        output = recorder.write_back(run.record(intercepted, inputs.args, inputs.kwargs))
+    changed = frozenset(recorder.changed_state())
+    if recorder.reads_constants and not changed <= state:  # some of the constants are none
+        return _record(quantized, args, kwargs, inside, sizes, changed | state)
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)

@@ -97,7 +97,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     if name == "nonzero" and (options.pop("as_tuple", False) or given[1:] == [True]):
         return "call_function", torch.ops.aten.nonzero_numpy, given[:1] or [options["input"]], {}
     if is_method(function):
-        return _method(name, given, options)
+        return _method(_SAFE.get(name, name), given, options)
     if isinstance(function, torch._ops.OpOverload):
         function = function.overloadpacket
     if name == "einsum" and (len(given) > 2 or not isinstance(given[1], (list, tuple))):

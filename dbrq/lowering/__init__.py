@@ -234,6 +234,7 @@ def lower_graph(
     def check(state: Lowering) -> None:
         verify(state, torchscript.problem)
 
+    torchscript.check_said(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)

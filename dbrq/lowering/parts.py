@@ -135,7 +135,7 @@ def lower_parts(
     model = copied(quantized)
     token = state_of(model).token
     examples = _Examples(token.record, *call_arguments(example_inputs, example_kwargs))
-    examples.collect(model)
+    examples.collect(copied(quantized))  # whose buffers the run may change
     parts = _Parts(token.record, examples, lower_graph)
     parts.descend(model, "")
     if verbose:
