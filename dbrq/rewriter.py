@@ -25,7 +25,7 @@ from .capturing import capturing
 from .containers import call_arguments, tree_leaves
 from .copies import copied, uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
-from .graph import GraphRecorder, Sizes, remove_dead
+from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph_run import GraphRun
 from .guards import without_autocast
@@ -318,13 +318,21 @@ def _compare(converted: Converted, reference: Reference, trial: Trial, call: Tri
         )
 
 
+def _ends_op(node: fx.Node) -> bool:
+    """Whether a node has a value that its op computed, quantized perhaps, and not one that the op quantizes to read."""
+    op = node.meta["op"]
+    while node.target in (QUANTIZE, DEQUANTIZE) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.meta.get("op") == op
+
+
 def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Tensor]]) -> None:
     """Raise if an op of the converted model is wrong for the very inputs that it had there.
 
     Args:
         values: path of an op -> what it gave, each time.
     """
-    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values}
+    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values and _ends_op(node)}
     wrong = reference.wrong_op(trial, {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1})
     if wrong is not None:
         raise MismatchError(
