@@ -427,6 +427,9 @@ class Reference(fx.Interpreter):
             other = values.get(node)
             if other is None or not isinstance(value, Tensor) or (other.shape, other.dtype) != (value.shape, value.dtype):
                 return value
+            if node.target is DEQUANTIZE and isinstance(node.args[1], float):  # an op may leave rounding to its reader
+                _, scale, zero_point, low, high = node.args[:5]
+                other = torch.fake_quantize_per_tensor_affine(other, scale, zero_point, low, high)
             problem = _local_difference(node, value, other)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))

@@ -6,7 +6,9 @@ depended on is asserted in the graph: ranks and dtypes of the inputs, and every 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +25,7 @@ from .capturing import capturing
 from .containers import call_arguments, tree_leaves
 from .copies import copied, uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
-from .graph import GraphRecorder, Sizes, remove_dead
+from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph_run import GraphRun
 from .guards import without_autocast
@@ -163,13 +165,16 @@ class Converted:
         self.quantized, self.inside = quantized, inside
         self._copy: nn.Module | None = None
 
-    def call(self, trial: Trial, written: Collection[str], changes: bool) -> tuple[dict[str, Any], list[str]]:
+    def call(
+        self, trial: Trial, reference: Reference, values: dict[str, list[Tensor]] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
         """What a call leaves behind, and what it would have warned of.
 
         Args:
-            written: paths of tensors that the model's code writes to.
-            changes: it may write to its inputs, so that they are part of the outcome.
+            reference: the model's graph, which has run already, so that it is known what calls write to.
+            values: takes what ops give: path -> values.
         """
+        written, changes = reference.changed, reference.writes
         if self._copy is None:
             tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
             self._copy = copied(self.quantized, [t for name, t in tensors if name not in written])
@@ -178,7 +183,8 @@ class Converted:
         intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
         args, kwargs = owned(trial.inputs)
         before = _held(model)
-        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
+        log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
+        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed), log:
             if self.inside is None:
                 output = model(*args, **kwargs)
             else:
@@ -206,6 +212,13 @@ def _held(model: nn.Module) -> list[tuple]:
     ]  # fmt: skip
 
 
+def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
+    """Put a copy of an op's value with those that it had in this run."""
+    if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
+        with torch._C.DisableTorchFunction():
+            values.setdefault(op.path, []).append(plain(value).detach().clone())
+
+
 class _Noted(set):
     """What a model has warned of already, as far as it can tell: everything."""
 
@@ -226,37 +239,46 @@ def _placed(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[
 
 
 def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: dict) -> Recording:
-    """The recording, with perturbed inputs for trials; raises unless graph and model agree on all of them."""
+    """The recording, with perturbed inputs for trials.
+
+    Raises:
+        MismatchError: an op of the converted model gives something else than the same op of the graph.
+        RewriteError: the outcomes of model and graph differ, though no op does.
+    """
     reference = Reference(recording.graph)
     example = recording.trials()[0]
+    call = dataclasses.replace(example, inputs=(args, kwargs))
     reference.expected(example)
-    given = dataclasses.replace(example, inputs=(args, kwargs))
-    got, warned = converted.call(given, reference.changed, reference.writes)
-    _compare(converted, reference, example, given, got)
-    found = _on_other_inputs(recording, converted, reference, args, kwargs, warned)
+    got, warned = converted.call(call, reference)
+    recording = dataclasses.replace(recording, reference=reference)
+    _compare(converted, reference, example, call, got)
+    values: dict[str, list[Tensor]] = {}
+    found = _on_other_inputs(recording, converted, reference, call, warned, values)
     if found is None:
-        return dataclasses.replace(recording, reference=reference)
+        converted.call(call, reference, values)
+        _check_ops(reference, example, values)
+        return recording
     other, call, got = found
+    _check_ops(reference, other, values)
     _compare(converted, reference, other, call, got)
-    return dataclasses.replace(recording, others=other.inputs, reference=reference)
+    return dataclasses.replace(recording, others=other.inputs)
 
 
 def _on_other_inputs(
-    recording: Recording, converted: Converted, reference: Reference, args: tuple, kwargs: dict, warned: list[str]
-) -> tuple[Trial, Trial, dict[str, Any]] | None:
+    recording: Recording, converted: Converted, reference: Reference, example: Trial, warned: list[str],
+    values: dict[str, list[Tensor]],
+) -> tuple[Trial, Trial, dict[str, Any]] | None:  # fmt: skip
     """Perturbed inputs that model and graph take, for the graph and for the model, and what the model gives; None if
     there are none: integers may mean sizes or sorted indices, and code may decide on any value.
     """
     intercepted: InterceptedForward = converted.quantized.__dict__["forward"]
     for integers in (True, False):
-        other = perturbed((args, kwargs), integers)
-        inputs = tuple(_placed(intercepted, *other)[: len(recording.inputs)])
-        trial = dataclasses.replace(recording.trials()[0], words="perturbed inputs", inputs=inputs)
-        if trial.seed is not None:
-            trial = dataclasses.replace(trial, seed=1)
-        call = dataclasses.replace(trial, inputs=other)
+        call = Trial("perturbed inputs", perturbed(example.inputs, integers), None if example.seed is None else 1)
+        inputs = tuple(_placed(intercepted, *call.inputs)[: len(recording.inputs)])
+        trial = dataclasses.replace(call, inputs=inputs)
+        values.clear()
         try:
-            got, now = converted.call(call, reference.changed, reference.writes)
+            got, now = converted.call(call, reference, values)
             if now != warned:
                 continue
             reference.expected(trial)
@@ -265,27 +287,22 @@ def _on_other_inputs(
                 raise
             continue
         return trial, call, got
+    values.clear()
     return None
 
 
 def _compare(converted: Converted, reference: Reference, trial: Trial, call: Trial, got: Outcome) -> None:
-    """Raise unless the converted model gives what the graph does; say which op of which is wrong.
+    """Raise unless the converted model gives what the graph does.
 
     Args:
         trial, call: the inputs, for the graph and for the model.
     """
     found = reference.difference(trial, got)
     noise = reference.noise(trial)
-    if found is None and noise < INFORMATIVE:
-        return
-    wrong = _wrong_op(converted, reference, trial, call)
-    if wrong is not None:
-        raise MismatchError(
-            "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
-            op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
-            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
-            "this op in float (qconfig None), and please report it",
-        )  # fmt: skip
+    if found is not None or noise > INFORMATIVE:
+        values: dict[str, list[Tensor]] = {}
+        converted.call(call, reference, values)
+        _check_ops(reference, trial, values)
     if found is not None:
         raise RewriteError(
             f"the graph does not give what the model gives for {trial.words}", path="",
@@ -301,20 +318,29 @@ def _compare(converted: Converted, reference: Reference, trial: Trial, call: Tri
         )
 
 
-def _wrong_op(converted: Converted, reference: Reference, trial: Trial, call: Trial) -> WrongOp | None:
-    """The first op of the converted model that is wrong for the very inputs it had there."""
-    values: dict[str, list[Tensor]] = {}
+def _ends_op(node: fx.Node) -> bool:
+    """Whether a node has a value that its op computed, quantized perhaps, and not one that the op quantizes to read."""
+    op = node.meta["op"]
+    while node.target in (QUANTIZE, DEQUANTIZE) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.meta.get("op") == op
 
-    def keep(op: SeenOp, value: Any) -> None:
-        if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
-            with torch._C.DisableTorchFunction():
-                values.setdefault(op.path, []).append(plain(value).detach().clone())
 
-    with logging_values(keep):
-        converted.call(call, (), False)
-    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values}
-    once = {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1}
-    return reference.wrong_op(trial, once)
+def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Tensor]]) -> None:
+    """Raise if an op of the converted model is wrong for the very inputs that it had there.
+
+    Args:
+        values: path of an op -> what it gave, each time.
+    """
+    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values and _ends_op(node)}
+    wrong = reference.wrong_op(trial, {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1})
+    if wrong is not None:
+        raise MismatchError(
+            "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
+            op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
+            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
+            "this op in float (qconfig None), and please report it",
+        )  # fmt: skip
 
 
 def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Recording:
