@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import logging
 import operator
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,12 +22,21 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .containers import call_arguments
-from .errors import RewriteError
+from .errors import QuantizationError, RewriteError
 from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
+from .quiet import quiet
 from .rewriter import Recording, record
 from .watch import random_state_kept
+
+log = logging.getLogger("dbrq.lowering")
+
+#: What torch raises of graphs that it cannot take: errors of its own, which are RuntimeErrors, and assertions and
+#: values out of range where it reckons with free sizes.
+REFUSALS = (RuntimeError, AssertionError, ValueError)
+#: What else comes out of torch's code, where that fails on a graph that it should take.
+BUGS = (TypeError, AttributeError, LookupError, ArithmeticError, NameError)
 
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
@@ -84,7 +91,9 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except Exception as error:
+    except QuantizationError:
+        raise
+    except (*REFUSALS, *BUGS) as error:
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
             hint="dbrq.rewrite gives the graph itself; a graph that decides on values of tensors may not export",
@@ -109,11 +118,15 @@ def program_of(
     names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
     free = pytree.tree_map(_free, {**dict(zip(names, args, strict=False)), **kwargs})
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
-        with contextlib.suppress(Exception), shape_config.patch(backed_size_oblivious=oblivious):
-            program = _exported(graph, args, kwargs, free)
-            tried = copy.deepcopy(program.module())  # which may write to its buffers
-            tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-            return program
+        try:
+            # Copying a program, torch warns of its own classes.
+            with shape_config.patch(backed_size_oblivious=oblivious), quiet(FutureWarning):
+                program = _exported(graph, args, kwargs, free)
+                tried = copy.deepcopy(program.module())  # which may write to its buffers
+                tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+                return program
+        except REFUSALS as error:
+            log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)
     return _exported(graph, args, kwargs, None)
 
 
@@ -154,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     # torch.export logs each size that it cannot keep free.
-    with torch.no_grad(), quiet_loggers("torch._export", "torch.fx.experimental.symbolic_shapes"):
+    with torch.no_grad(), quiet(loggers=("torch._export", "torch.fx.experimental.symbolic_shapes")):
         before = _checks.set({})
         try:
             program = torch.export.export(_Exportable(graph), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -162,22 +175,6 @@ def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynami
         finally:
             _checks.reset(before)
     return program
-
-
-@contextlib.contextmanager
-def quiet_loggers(*names: str) -> Iterator[None]:
-    """Nothing less than errors is logged, and no warning given, of what libraries do by themselves."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _free(leaf: Any) -> Any:

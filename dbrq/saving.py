@@ -16,7 +16,7 @@ from .attachment import state_of
 from .copies import uncompiled
 from .errors import LoadError, QuantizationError
 from .lowering.model import LoweredModel
-from .lowering.quiet import quietly
+from .quiet import quietly
 from .report import LOWERED_REPORT
 
 _FORMAT = "dbrq"

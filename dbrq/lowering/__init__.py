@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..errors import ConfigurationError, RewriteError, SeveralPathsError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
+from ..quiet import quiet
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..workflow import convert, prepare, token_of
@@ -229,9 +229,7 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", message=".*instance-level annotations.*")  # of fx.GraphModule's own
+        with quiet(DeprecationWarning, UserWarning):  # of torch.jit's end; of annotations of fx.GraphModule's own
             return torch.jit.script(module)
     except Exception as error:
         raise RewriteError(

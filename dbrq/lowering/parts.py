@@ -26,10 +26,10 @@ from ..graph_io import Inside, RestoringCodeGen, check_input
 from ..kernels import QParams, quantize
 from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
+from ..quiet import quietly
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain
-from .quiet import quietly
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
