@@ -574,16 +574,15 @@ def _convolutions(graph: fx.Graph) -> list[_Convolution]:
         x, weight, _, *rest = (*node.args, *(None,) * (3 - len(node.args)))
         if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):
             continue
-        stride, padding, dilation, groups = (*rest, *([1, 1], [0, 0], [1, 1], 1)[len(rest) :])
+        stride, padding, dilation, groups = (*rest, *_CONVOLUTION_DEFAULTS[len(rest) :])
         sizes = (s.node.expr if isinstance(s, torch.SymInt) else s for s in x.meta["val"].shape)
         outputs, _, *kernel = weight.meta["val"].shape
-        found.append(
-            _Convolution(node, tuple(sizes), outputs, tuple(kernel), *(tuple(ints(v, 2)) for v in (stride, padding,
-                         dilation)), groups, x.args[2])
-        )  # fmt: skip
+        steps = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
+        found.append(_Convolution(node, tuple(sizes), outputs, tuple(kernel), *steps, groups, x.args[2]))
     return found
 
 
+_CONVOLUTION_DEFAULTS: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 _DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 _DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
@@ -778,7 +777,9 @@ def _fault(node: fx.Node) -> str:
         return ""
     _, (x, weight, _, *sizes, groups) = bind(node)  # type: ignore[misc]
     outputs, _, *kernel = weight.meta["shape"]
-    return fault_of(x.meta["shape"], outputs, kernel, *(ints(v, 2) for v in sizes), groups, qparams_of(x).zero_point)
+    stride, padding, dilation = (ints(value, 2) for value in sizes)
+    zero_point = qparams_of(x).zero_point
+    return fault_of(x.meta["shape"], outputs, kernel, stride, padding, dilation, groups, zero_point)
 
 
 def _is_faulty(node: fx.Node) -> bool:
