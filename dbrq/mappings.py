@@ -162,8 +162,8 @@ def _with_weight(slot: int) -> Callable[[Multiplied], int]:
 
 def _transposed(call: Multiplied) -> int:
     """Each element of the input meets all weights of its channel."""
-    weight = call.bound[1] if call.module is None else call.module.weight
-    return math.prod(call.shapes[0]) * math.prod(weight.shape[1:])  # type: ignore[union-attr]
+    weight: Any = call.bound[1] if call.module is None else call.module.weight
+    return math.prod(call.shapes[0]) * math.prod(weight.shape[1:])
 
 
 def _product(slot: int) -> Callable[[Multiplied], int]:

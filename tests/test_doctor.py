@@ -1,4 +1,4 @@
-"""``doctor``: what it says of the machine and of models, as data and as text. It changes nothing and survives oddities."""
+"""``doctor``: what it says of the machine and of models, as data and as text. It changes nothing, whatever it meets."""
 
 from __future__ import annotations
 

@@ -558,7 +558,7 @@ class _Convolution:
     def in_float(self, module: fx.GraphModule) -> None:
         """Have it read its weight as a constant in float, which leaves it to a float kernel."""
         weight: Any = self.node.args[1]
-        tensors = (operator.attrgetter(a.target)(module) if isinstance(a, fx.Node) else a for a in weight.args)
+        tensors = (operator.attrgetter(str(a.target))(module) if isinstance(a, fx.Node) else a for a in weight.args)
         name = f"{self.node.name}_in_float"
         module.register_buffer(name, weight.target(*tensors))
         with module.graph.inserting_before(self.node):
@@ -570,19 +570,23 @@ class _Convolution:
 def _convolutions(graph: fx.Graph) -> list[_Convolution]:
     """Those that Inductor makes int8 kernels of."""
     found = []
+    x: Any
+    weight: Any
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
-        x, weight, _, *rest = (*node.args, *(None,) * (3 - len(node.args)))
+        x, weight, *rest = node.args
         if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):
             continue
-        stride, padding, dilation, groups = (*rest, *_CONVOLUTION_DEFAULTS[len(rest) :])
+        _, stride, padding, dilation, groups = (*rest, *_CONVOLUTION_DEFAULTS[len(rest) :])
         sizes = (s.node.expr if isinstance(s, torch.SymInt) else s for s in x.meta["val"].shape)
         outputs, _, *kernel = weight.meta["val"].shape
-        steps = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
-        found.append(_Convolution(node, tuple(sizes), outputs, tuple(kernel), *steps, groups, x.args[2]))
+        stride, padding, dilation = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
+        found.append(
+            _Convolution(node, tuple(sizes), outputs, tuple(kernel), stride, padding, dilation, groups, x.args[2])
+        )
     return found
 
 
-_CONVOLUTION_DEFAULTS: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
+_CONVOLUTION_DEFAULTS: tuple[Any, ...] = (None, [1, 1], [0, 0], [1, 1], 1)
 _DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 _DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
