@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

@@ -36,6 +36,7 @@ class ReportRow:
         reason: why float, else "".
         kernel: what runs.
         macs: multiply-accumulates for the example's shapes.
+        weighs: whether they are with weights: parameters, and what comes from parameters.
     """
 
     path: str
@@ -44,6 +45,7 @@ class ReportRow:
     reason: str
     kernel: str
     macs: int
+    weighs: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ class Report:
 
     @property
     def coverage(self) -> float:
-        """Share of convolution and linear multiply-accumulates done in int8, 0 to 1."""
-        return self._share(lambda row: row.op not in ("matmul", "scaled_dot_product_attention"))
+        """Share of multiply-accumulates with weights done in int8, 0 to 1: those of convolutions, linear and recurrent
+        layers, experts, and of any other product with parameters.
+        """
+        return self._share(lambda row: row.weighs)
 
     @property
     def coverage_all(self) -> float:
-        """As ``coverage``, with matmuls and scaled dot product attention."""
+        """As ``coverage``, with products of activations, as in attention."""
         return self._share(lambda row: True)
 
     def _share(self, counts: Any) -> float:
@@ -108,8 +112,8 @@ class Report:
         ]
         head = ["path", "op", "precision", "MMACs", "kernel, or why float"]
         summary = (
-            f"int8: {self.coverage:.1%} of convolution and linear multiply-accumulates, "
-            f"{self.coverage_all:.1%} with matmuls"
+            f"int8: {self.coverage:.1%} of multiply-accumulates with weights, "
+            f"{self.coverage_all:.1%} with those of activations among themselves"
         )
         text = f"{tabulate(table, head)}\n{summary}"
         branching = {(row.module, row.call) for row in self.paths if row.number}
@@ -181,7 +185,7 @@ def _row(op: SeenOp, token: Any) -> ReportRow:
     for _, packed in token.packed_for(op).values() if op.row.role is Role.COMPUTE and op.weight is not None else ():
         if packed.words:
             kernel = packed.words + "".join(kernel.partition(" + ")[1:])
-    return ReportRow(op.path, op.op, d.precision, d.reason, kernel, op.macs)
+    return ReportRow(op.path, op.op, d.precision, d.reason, kernel, op.macs, op.weighs)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import selfcheck
-from .agreement import INFORMATIVE, Outcome, Reference, Trial, WrongOp, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .agreement import (
+    INFORMATIVE,
+    Outcome,
+    Reference,
+    Trial,
+    outcome,
+    owned,
+    perturbed,
+    random_state_kept_if_drawn,
+    seeded,
+)
 from .auto_trace import InterceptedForward, logging_values
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves

@@ -20,7 +20,7 @@ from .errors import LoadError, QuantizationError
 from .files import replacing
 from .kernels import has_exact_int8_dot
 from .lowering.model import LoweredModel
-from .lowering.quiet import quietly
+from .quiet import quietly
 from .ranges import SAFE
 from .report import LOWERED_REPORT
 

@@ -21,6 +21,7 @@ from ..copies import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph import remove_dead
 from ..guards import without_autocast
+from ..quiet import quiet
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..watch import random_state_kept
@@ -32,7 +33,6 @@ from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
-from .quiet import scripted
 from .self_test import SelfTest, expected_outputs
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
@@ -287,7 +287,8 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        return scripted(module)
+        with quiet(DeprecationWarning, UserWarning):  # of torch.jit's end; of annotations of fx.GraphModule's own
+            return torch.jit.script(module)
     except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise

@@ -6,6 +6,7 @@ model; the ops that are in no part run in the converted model's own int8 kernels
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +27,10 @@ from ..graph_io import Inside, RestoringCodeGen, check_input
 from ..kernels import QParams, quantize
 from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
+from ..quiet import quietly
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain
-from .quiet import as_bytes, from_bytes
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -103,12 +104,14 @@ class Lowered:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if isinstance(self.model, torch.jit.ScriptModule):
-            state["model"] = as_bytes(self.model)
+            file = io.BytesIO()
+            quietly(torch.jit.save, self.model, file)
+            state["model"] = file.getvalue()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state["model"], bytes):
-            state = {**state, "model": from_bytes(state["model"])}
+            state = {**state, "model": quietly(torch.jit.load, io.BytesIO(state["model"]), map_location="cpu")}
         self.__dict__.update(state)
 
 

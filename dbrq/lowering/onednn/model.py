@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from ...errors import OneDNNError
 from ...graph import leaves, remove_dead, walk
 from ...op_facts import Memory, facts_of
-from ...watch import random_state_kept
 from ...selfcheck import Failure
+from ...watch import random_state_kept
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
