@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..attachment import state_of
-from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
+from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
 from ..copies import copied
 from ..errors import QuantizationError
@@ -28,7 +28,7 @@ from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
-from ..tensors import Int8Tensor, plain
+from ..tensors import Int8Tensor, plain, set_tag
 from .quiet import quietly
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
@@ -116,7 +116,7 @@ def _made(tensor: Tensor, tag: Tag, qparams: QParams | None) -> Tensor:
     """A tensor of the output as the run knows it."""
     if qparams is not None:
         return Int8Tensor(tensor.shape, tensor, qparams, tag)
-    tensor.__dict__[TAG] = tag
+    set_tag(tensor, tag)
     return tensor
 
 
