@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import bind_leaf
-from .auto_trace import INT8, TAG, UNSURE, InterceptedForward, RunCall
+from .auto_trace import UNSURE, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError
 from .kernels import QParams, dynamic_qparams, quantize, together
@@ -21,7 +21,7 @@ from .mappings import Role, Spelling, asks_inplace
 from .record import Read, SeenOp, Tag
 from .reference import run_float
 from .sites import Spot
-from .tensors import Int8Tensor, plain
+from .tensors import Int8Tensor, plain, set_tag
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
@@ -147,8 +147,8 @@ class Plan:
                 if self.any_time or self.edge(number, x.tag) is None:
                     call.unsure = call.strays = True
                 return x.data_u8, x.qparams  # type: ignore[return-value]
-            x = x.float_value()
         tag = call.tag_of(x)
+        x = plain(x)
         qparams = self.edge(number, tag)
         if qparams is None or self.any_time or not self.expects(tag):
             call.unsure = call.strays = True
@@ -160,17 +160,11 @@ class Plan:
             if not x.numel():
                 return None
             qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
-        inputs = id(x) in call.input_tags
-        cached = call.quantized_inputs.get(id(x)) if inputs else x.__dict__.get(INT8)
-        if cached is not None and cached[0] == qparams and cached[2] == call.mutations and cached[3] is call:
-            return cached[1], qparams
-        self.require_float32(x)
-        q = quantize(x.detach(), qparams)
-        entry = (qparams, q, call.mutations, call)
-        if inputs:
-            call.quantized_inputs[id(x)] = entry
-        else:
-            x.__dict__[INT8] = entry
+        q = call.provenance.int8(x, qparams)
+        if q is None:
+            self.require_float32(x)
+            q = quantize(x.detach(), qparams)
+            call.provenance.keep_int8(x, qparams, q)
         return q, qparams
 
     def require_float32(self, x: Tensor) -> None:
@@ -218,23 +212,24 @@ class Plan:
             return self._tagged(output)
         call.unsure = False
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Int8Tensor):  # written to, and float now
-                leaf = leaf.float_value()
-            if type(leaf) is Tensor:
-                leaf.__dict__[TAG] = UNSURE
+            if isinstance(leaf, Int8Tensor) and leaf.data_u8 is None:  # written to, and float now
+                leaf.tag = UNSURE
+            elif type(leaf) is Tensor:
+                call.provenance.set_tag(leaf, UNSURE)
         return output
 
     def _tagged(self, output: Any) -> Any:
         if type(output) is Tensor:
-            output.__dict__[TAG] = self.tag
-        elif isinstance(output, Int8Tensor):  # written to, and float now
-            self._tagged(output._float)
+            set_tag(output, self.tag)
+        elif isinstance(output, Int8Tensor):
+            if output.data_u8 is None:  # written to, and float now
+                output.tag = self.tag
         elif isinstance(output, (tuple, list)):
             tags = iter(self.op.outputs)
             for leaf in tree_leaves(output):
                 info = next(tags, None) if isinstance(leaf, Tensor) else None
                 if info is not None and type(leaf) is Tensor:
-                    leaf.__dict__[TAG] = info.tag
+                    set_tag(leaf, info.tag)
         return output
 
     def _finish(self, call: RunCall, target: Any, output: Any, inplace: bool) -> Any:
@@ -243,11 +238,10 @@ class Plan:
         if isinstance(target, Int8Tensor):
             target.become(output)
         else:
-            value = plain(output)
-            target.copy_(value)
-            target.__dict__[TAG] = value.__dict__.get(TAG, self.tag)
-            target.__dict__.pop(INT8, None)
-            call.written.append(target)
+            tag = call.tag_of(output)
+            target.copy_(plain(output))
+            call.provenance.set_tag(target, self.tag if tag is None else tag)
+            call.provenance.forget_int8()
         return target
 
     def run_plain(self, bound: list[Any]) -> Any:

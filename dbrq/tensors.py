@@ -8,8 +8,10 @@ turns up (a cache, a closure, C++ code) ``__torch_dispatch__`` gives the op plai
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,82 @@ from .containers import tree_map
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 
+if TYPE_CHECKING:
+    from .record import Tag
+
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction
+
+
+class Provenance:
+    """Who made the float tensors that one call of a model meets, and the int8 elements they were rounded to.
+
+    It lives with the call and writes nothing on a tensor: buffers, parameters and inputs are shared by calls on other
+    threads, and a tensor that outlives the call was made by nobody in the next. Tensors are held weakly, and compared,
+    since a new one may get the ``id`` of one that is gone.
+    """
+
+    __slots__ = ("_int8", "_tags")
+
+    def __init__(self) -> None:
+        self._tags: dict[int, tuple[weakref.ref, Tag]] = {}
+        self._int8: dict[int, tuple[_Keyed, QParams, Tensor]] = {}
+
+    def tag(self, tensor: Tensor) -> Tag:
+        """Who made ``tensor``; None for what came from outside of the call."""
+        known = self._tags.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def set_tag(self, tensor: Tensor, tag: Tag) -> None:
+        self._tags[id(tensor)] = (weakref.ref(tensor), tag)
+
+    def int8(self, tensor: Tensor, qparams: QParams) -> Tensor | None:
+        """The elements of ``tensor`` as integers, if they were quantized with ``qparams`` already."""
+        known = self._int8.get(id(tensor))
+        return known[2] if known is not None and known[1] == qparams and known[0]() is tensor else None
+
+    def keep_int8(self, tensor: Tensor, qparams: QParams, q: Tensor) -> None:
+        """Keep ``q`` for the next who reads ``tensor``, as long as that lives."""
+        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q)
+
+    def forget_int8(self) -> None:
+        """Some tensor was written to: those that share its memory have other elements now."""
+        self._int8.clear()
+
+    def _dropped(self, reference: _Keyed) -> None:
+        known = self._int8.get(reference.key)
+        if known is not None and known[0] is reference:
+            del self._int8[reference.key]
+
+
+class _Keyed(weakref.ref):
+    """A reference to a tensor that still knows the ``id`` of one that is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+    def __new__(cls, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> _Keyed:
+        self = super().__new__(cls, tensor, dropped)  # type: ignore[type-var]
+        self.key = id(tensor)
+        return self
+
+    def __init__(self, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> None:
+        super().__init__(tensor, dropped)
+
+
+class _Current(threading.local):
+    """The provenance of the call that this thread runs, if it runs one."""
+
+    provenance: Provenance | None = None
+
+
+current = _Current()
+
+
+def set_tag(tensor: Tensor, tag: Tag) -> None:
+    """Note who made a plain tensor, in the call that runs."""
+    if (provenance := current.provenance) is not None:
+        provenance.set_tag(tensor, tag)
 
 
 class Lazy(torch.Tensor):
@@ -87,7 +163,7 @@ class Int8Tensor(Lazy):
         size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
         qparams: what they mean.
-        tag: who made them, or made what they were moved from.
+        tag: who made them, or made what they were moved from; of a fusion under way, ``deferred`` says it.
         deferred, stage: a fusion under way and how far it has come, until it is read.
         alias: a cell shared by all views of one value, True once a second one exists.
     """
@@ -120,7 +196,7 @@ class Int8Tensor(Lazy):
                     self._float = dequantize(self.data_u8, self.qparams).contiguous()
                 else:
                     self._float = self.deferred.value(self.stage)
-                    self.deferred = None
+                    self.tag, self.deferred = self.deferred.tag(self.stage), None
         return self._float
 
     def become(self, other: Tensor) -> None:
@@ -137,6 +213,7 @@ class Int8Tensor(Lazy):
         else:
             self.data_u8 = self.qparams = self.deferred = None
             self._float = other
+            self.tag = None if current.provenance is None else current.provenance.tag(other)
 
     def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
         """Other elements' order or choice of the same value, qparams unchanged."""

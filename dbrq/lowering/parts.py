@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from .. import op_facts
 from ..attachment import state_of
-from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
+from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
 from ..copies import copied
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
@@ -30,7 +30,7 @@ from ..quantization_state import AutoQuantizationState
 from ..quiet import quietly
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
-from ..tensors import Int8Tensor, plain
+from ..tensors import Int8Tensor, plain, set_tag
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -119,7 +119,7 @@ def _made(tensor: Tensor, tag: Tag, qparams: QParams | None) -> Tensor:
     """A tensor of the output as the run knows it."""
     if qparams is not None:
         return Int8Tensor(tensor.shape, tensor, qparams, tag)
-    tensor.__dict__[TAG] = tag
+    set_tag(tensor, tag)
     return tensor
 
 
