@@ -172,8 +172,8 @@ def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tens
     finite = b.isfinite() & f.isfinite()
     a, b, f = (torch.where(finite, t, torch.zeros_like(t)) for t in (a, b, f))
     difference = (a - b).abs()
-    scale = max(b.abs().max().item(), f.abs().max().item(), 1e-30)
-    if difference.max() <= NOISE * scale:
+    scale = max(b.abs().max().item(), f.abs().max().item(), 1e-3)
+    if difference.max().item() <= NOISE * scale:
         return ""
     spread = torch.stack([torch.where(finite, (m.double() - b).abs(), 0) for m in moved() or [b]])
     most, energy = spread.max().item(), spread.pow(2).mean(tuple(range(1, spread.dim()))).max().sqrt().item()
@@ -188,7 +188,7 @@ def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tens
     )
 
 
-def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float) -> str:
+def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float, enough: float) -> str:
     """Whether a result is further from float than 8 bits explain."""
     for a, f, c in zip(leaves(got), leaves(float_), leaves(crude_), strict=True):
         if not isinstance(f, Tensor) or not f.is_floating_point() or not f.numel() or not f.isfinite().all():
@@ -196,6 +196,6 @@ def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float) -> str:
         if a.shape != f.shape or not a.isfinite().all():
             return "shape or values not finite"
         mine, theirs = sqnr(f.double(), a.double()), sqnr(f.double(), c.double())
-        if mine < min(theirs - margin, 25.0):
+        if mine < min(theirs - margin, enough):
             return f"cost: {mine:.1f} dB from float, where 8 bits cost about {theirs:.1f}"
     return ""
