@@ -20,17 +20,21 @@ import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .containers import call_arguments
-from .errors import RewriteError
+from .errors import ERRORS_OF_CODE, RewriteError, is_bug
 from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
 from .rewriter import Recording, record
 from .watch import random_state_kept
 
+#: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
+#: those of sizes that it was told are free from its own UserError, which is an Exception.
+ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
 
@@ -84,7 +88,9 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except Exception as error:
+    except ERRORS_OF_TRACING as error:
+        if is_bug(error):
+            raise
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
             hint="dbrq.rewrite gives the graph itself; a graph that decides on values of tensors may not export",
@@ -109,11 +115,15 @@ def program_of(
     names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
     free = pytree.tree_map(_free, {**dict(zip(names, args, strict=False)), **kwargs})
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
-        with contextlib.suppress(Exception), shape_config.patch(backed_size_oblivious=oblivious):
-            program = _exported(graph, args, kwargs, free)
-            tried = copy.deepcopy(program.module())  # which may write to its buffers
-            tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-            return program
+        try:
+            with shape_config.patch(backed_size_oblivious=oblivious):
+                program = _exported(graph, args, kwargs, free)
+                tried = copy.deepcopy(program.module())  # which may write to its buffers
+                tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+                return program
+        except ERRORS_OF_TRACING as error:  # torch's, of sizes that it cannot keep free
+            if is_bug(error):
+                raise
     return _exported(graph, args, kwargs, None)
 
 

@@ -33,6 +33,7 @@ from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from ..kernels import ints
+from ..op_facts import writes
 from .cleanup import written_attributes
 from .data import from_data
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
@@ -115,7 +116,7 @@ class InductorModel(LoweredModel):
         self._by_key: OrderedDict[tuple, Form] = OrderedDict()
         graph = from_data(self._data)
         self._written = written_attributes(graph)
-        self._writes = any(n.meta.get("writes") for n in graph.nodes)
+        self._writes = any(map(writes, graph.nodes))
         self._checks = [n for n in graph.nodes if n.target in (check_input, check_absent)]
 
     def _options(self) -> dict[str, Any]:
@@ -289,7 +290,11 @@ def _settings(cpp_wrapper: bool) -> Iterator[None]:
     """Inductor's, while it compiles: weights are constants, which its int8 passes ask for."""
     from torch._inductor import config
 
-    with torch.no_grad(), warnings.catch_warnings(), config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        config.patch(freezing=True, cpp_wrapper=cpp_wrapper, fallback_random=True),
+    ):
         warnings.simplefilter("ignore")  # of torch's own code
         yield
 

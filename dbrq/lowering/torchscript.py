@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
 from ..mappings import Role
-from .cleanup import may_alias
+from ..op_facts import family
 from .engine import (
     Lowering,
     Rewrite,
@@ -309,18 +309,18 @@ REWRITES: list[Rewrite] = [
 
 
 def own_accumulators(lowering: Lowering) -> None:
-    """Fused adds may write over their other operand where nothing reads it afterwards."""
+    """Fused adds may write over their other operand where nothing reads its memory afterwards."""
     order = {node: i for i, node in enumerate(lowering.graph.nodes)}
     for node in lowering.graph.nodes:
         kernel = lowering.modules.get(node.target) if node.op == "call_module" else None
         if not isinstance(kernel, (script.ConvSum, script.LinearAdd)):
             continue
-        other = node.args[1]
+        source, other = node.args[:2]
         fresh = other.op == "call_module" or is_call(other, script.dequantize) or is_call(other, script.max_pool)
-        last = all(order[user] < order[node] for user in other.users if user is not node)
-        alone = not any(may_alias(user) for user in other.users)
+        aliases = family(other)
+        last = all(order[user] < order[node] for n in aliases for user in n.users if user is not node)
         uses = lowering.graph.find_nodes(op="call_module", target=node.target)
-        if fresh and last and alone and node.args[0] is not other and len(uses) == 1:
+        if fresh and last and source not in aliases and len(uses) == 1:
             kernel.owned = True
         if isinstance(kernel, script.LinearAdd):
             kernel.settle()
