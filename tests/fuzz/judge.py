@@ -188,6 +188,27 @@ def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tens
     )
 
 
+def draws_alike(ours: list[Any], theirs: list[Any]) -> str:
+    """Whether two models that draw random numbers give the same distribution, from results with equal seeds each.
+
+    Kernels may fill a tensor in the order of its layout, so that equal seeds give equal numbers in other places.
+    """
+    for index, leaf in enumerate(leaves(ours[0])):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
+            continue
+        a, b = (torch.stack([leaves(result)[index].double() for result in group]) for group in (ours, theirs))
+        if not (a.isfinite().all() and b.isfinite().all()):
+            continue
+        variance = (a.var(0) + b.var(0)) / len(ours)
+        noise = (0.02 * b.abs().max()).pow(2) + 1e-12
+        off = (a.mean(0) - b.mean(0)).pow(2) / (variance + noise)
+        if off.mean() > 2.5:
+            return f"value: means over {len(ours)} seeds are {off.mean().sqrt():.1f} standard errors apart"
+        if b.var(0).mean() > 4 * noise and not 0.4 < (a.var(0).mean() / b.var(0).mean()).item() < 2.5:
+            return f"random: variance {a.var(0).mean():.3g} where it should be {b.var(0).mean():.3g}"
+    return ""
+
+
 def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float, enough: float) -> str:
     """Whether a result is further from float than 8 bits explain."""
     for a, f, c in zip(leaves(got), leaves(float_), leaves(crude_), strict=True):
