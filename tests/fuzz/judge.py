@@ -172,7 +172,7 @@ def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tens
     finite = b.isfinite() & f.isfinite()
     a, b, f = (torch.where(finite, t, torch.zeros_like(t)) for t in (a, b, f))
     difference = (a - b).abs()
-    scale = max(b.abs().max().item(), f.abs().max().item(), 1e-3)
+    scale = max(b.abs().max().item(), f.abs().max().item(), 0.05)
     if difference.max().item() <= NOISE * scale:
         return ""
     spread = torch.stack([torch.where(finite, (m.double() - b).abs(), 0) for m in moved() or [b]])
