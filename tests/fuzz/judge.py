@@ -216,6 +216,8 @@ def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float, enough: fl
             continue
         if a.shape != f.shape or not a.isfinite().all():
             return "shape or values not finite"
+        if (a - f).abs().max().item() <= NOISE * max(f.abs().max().item(), 0.05):
+            continue
         mine, theirs = sqnr(f.double(), a.double()), sqnr(f.double(), c.double())
         if mine < min(theirs - margin, enough):
             return f"cost: {mine:.1f} dB from float, where 8 bits cost about {theirs:.1f}"
