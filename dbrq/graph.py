@@ -24,8 +24,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .containers import tree_leaves
-from .errors import RewriteError, SeveralPathsError
+from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
+from .located import located
 from .record import ParameterRef, Tag
 from .sites import user_line
 from .spelling import TAKE_SIZES, spelled
@@ -268,13 +269,22 @@ class GraphRecorder:
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
         versions = [_version(t) for t in tensors]
-        result = self.execute(function, args, kwargs)
+        result = self._as_written(function, (args, kwargs), node, (given, options))
         unversioned = -1 in versions and _says_it_writes(function, kwargs)
         if [_version(t) for t in tensors] != versions or unversioned:
             node.meta["writes"] = True
             if not static:
                 self._written.update(t.untyped_storage()._cdata for t in tensors[:1])
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), _base_name(target))
+
+    def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
+        """Run a call as the graph has it, so that a wrong spelling shows here."""
+        target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+        try:
+            return self.execute(target, *written)
+        except ERRORS_OF_CODE as error:
+            self.execute(function, *call)  # a mistake of the user's is raised as torch has it
+            raise located("writing a call for a graph", error, node) from error
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""

@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, RewriteError, SeveralPathsError
 from ..graph import remove_dead
 from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
+from ..located import marked, naming_ops, op_of
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..workflow import convert, prepare, token_of
@@ -92,11 +93,12 @@ def lower(
     verbose = verbose or VERBOSE
 
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
-        if backend == "onednn":
-            return _on_onednn(recording, module, dtype, verbose)
-        if backend == "inductor":
-            return _on_inductor(recording, module, dtype, verbose, cpp_wrapper)
-        return _on_torchscript(recording, module, dtype, verbose)
+        with naming_ops(f"lowering to {backend}", recording.graph.graph):
+            if backend == "onednn":
+                return _on_onednn(recording, module, dtype, verbose)
+            if backend == "inductor":
+                return _on_inductor(recording, module, dtype, verbose, cpp_wrapper)
+            return _on_torchscript(recording, module, dtype, verbose)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
         try:
@@ -234,9 +236,11 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
             warnings.filterwarnings("ignore", message=".*instance-level annotations.*")  # of fx.GraphModule's own
             return torch.jit.script(module)
     except Exception as error:
+        node = marked(lowering.graph, error)
         raise RewriteError(
             f"TorchScript does not take the graph: {error}",
-            path="",
-            got=type(quantized).__name__,
+            path="" if node is None else node.meta.get("path", ""),
+            op=None if node is None else op_of(node),
+            got=type(quantized).__name__ if node is None else node.meta.get("site"),
             hint="dbrq.rewrite gives the graph itself, which runs in Python",
         ) from error

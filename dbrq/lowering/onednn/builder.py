@@ -30,7 +30,7 @@ from .binding import (
     reorder,
     row_major,
 )  # fmt: skip
-from .graphs import Watching
+from .graphs import Watching, has_strides
 from .layouts import in_order, is_dense, same_layout
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
@@ -138,6 +138,8 @@ class Builder:
 
     def _wrapped(self, tensor: Tensor, kind: Kind) -> Value:
         """A value for a tensor with memory of its own."""
+        if not has_strides(tensor):
+            raise DynamicShapes(f"a tensor is {tensor.layout} on {tensor.device}")
         buffer = Buffer(kind, tensor.untyped_storage().nbytes(), tensor, len(self.steps))
         if kind in (Kind.INPUT, Kind.FRESH):
             self._passing.append(buffer)
@@ -280,7 +282,7 @@ class Builder:
             number = next(numbers)
             if not isinstance(leaf, Tensor):
                 return leaf
-            seen = self._seen(leaf, values)
+            seen = self._seen(leaf, values) if has_strides(leaf) else None
             if seen is not None:
                 return seen
             made = self._wrapped(leaf, Kind.CONSTANT if fixed else Kind.FRESH)
@@ -342,7 +344,7 @@ class Builder:
     def input(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if not has_strides(tensor):
             raise KernelInputError(
                 "the onednn backend takes dense tensors on the CPU", got=f"{tensor.layout} on {tensor.device}",
                 hint="move the input with .cpu() or .to_dense()",

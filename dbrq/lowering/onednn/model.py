@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ...graph import leaves, remove_dead, walk
+from ...located import at
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
@@ -134,6 +135,7 @@ class OneDNNModel(LoweredModel):
 
     def _one(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Execute a node by torch alone."""
+        at(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "get_attr":
             return self._tensors[node.target]  # type: ignore[index]
@@ -189,6 +191,7 @@ class OneDNNModel(LoweredModel):
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
                last: Mapping[fx.Node, list[fx.Node]]) -> None:  # fmt: skip
         for node in nodes:
+            at(node)
             ending = last.get(node, [])
             b.about_to_end([env[n] for n in ending if n in env])
             b.op = node.meta.get("op") or node.name
