@@ -24,8 +24,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .containers import tree_leaves, tree_map
-from .errors import RewriteError, SeveralPathsError
+from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
+from .located import located
 from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
@@ -340,7 +341,7 @@ class GraphRecorder:
         nodes = [self.node_of(t) for t in tensors]
         versions = [_version(t) for t in tensors]
         with Watching() as watched:
-            result = self.execute(function, args, kwargs)
+            result = self._as_written(function, (args, kwargs), node, (given, options))
         changed = [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before]
         self._varying -= {memory_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)} - set(
             map(memory_of, tensors)
@@ -366,6 +367,15 @@ class GraphRecorder:
         node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
         self._describe(node)
         return self.bind(tensor, node, static=True).node
+
+    def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
+        """Run a call as the graph has it, so that a wrong spelling shows here."""
+        target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+        try:
+            return self.execute(target, *written)
+        except ERRORS_OF_CODE as error:
+            self.execute(function, *call)  # a mistake of the user's is raised as torch has it
+            raise located("writing a call for a graph", error, node) from error
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""

@@ -21,6 +21,7 @@ from ..copies import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph import remove_dead
 from ..guards import without_autocast
+from ..located import marked, naming_ops, op_of
 from ..quiet import quiet
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
@@ -106,7 +107,8 @@ def lower(
                 return _on_inductor(graph, inputs, module, dtype, verbose, cpp_wrapper)
             return _on_torchscript(graph, inputs, in_torch, module, dtype, verbose)
 
-        return agreeing(recording, build, dtype)
+        with naming_ops(f"lowering to {backend}", recording.graph.graph):
+            return agreeing(recording, build, dtype)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
         try:
@@ -292,9 +294,11 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise
+        node = marked(lowering.graph, error)
         raise RewriteError(
             f"TorchScript does not take the graph: {error}",
-            path="",
-            got=type(quantized).__name__,
+            path="" if node is None else node.meta.get("path", ""),
+            op=None if node is None else op_of(node),
+            got=type(quantized).__name__ if node is None else node.meta.get("site"),
             hint="dbrq.rewrite gives the graph itself, which runs in Python",
         ) from error

@@ -31,6 +31,7 @@ from .binding import (
     reorder,
     row_major,
 )  # fmt: skip
+from .graphs import has_strides
 from .layouts import in_order, is_dense, same_layout
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value, plainly
@@ -142,6 +143,8 @@ class Builder:
 
     def _wrapped(self, tensor: Tensor, kind: Kind) -> Value:
         """A value for a tensor with memory of its own."""
+        if not has_strides(tensor):
+            raise DynamicShapes(f"a tensor is {tensor.layout} on {tensor.device}")
         tensor = plainly(tensor)
         buffer = Buffer(kind, tensor.untyped_storage().nbytes(), tensor, len(self.steps))
         if kind in (Kind.INPUT, Kind.FRESH):
@@ -298,8 +301,9 @@ class Builder:
             number = next(numbers)
             if not isinstance(leaf, Tensor):
                 return leaf
-            leaf = plainly(leaf)
-            seen = self._seen(leaf, values)
+            if has_strides(leaf):
+                leaf = plainly(leaf)
+            seen = self._seen(leaf, values) if has_strides(leaf) else None
             if seen is not None:
                 return seen
             made = self._wrapped(leaf, Kind.CONSTANT if fixed else Kind.FRESH)
@@ -361,7 +365,7 @@ class Builder:
     def input(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if not has_strides(tensor):
             raise KernelInputError(
                 "the onednn backend takes dense tensors on the CPU", got=f"{tensor.layout} on {tensor.device}",
                 hint="move the input with .cpu() or .to_dense()",

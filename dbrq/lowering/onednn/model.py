@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ...errors import OneDNNError
 from ...graph import leaves, remove_dead, walk
+from ...located import at
 from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
 from ...watch import random_state_kept
@@ -152,6 +153,7 @@ class OneDNNModel(LoweredModel):
 
     def _one(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Execute a node by torch alone."""
+        at(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "get_attr":
             return self._tensors[node.target]  # type: ignore[index]
@@ -207,6 +209,7 @@ class OneDNNModel(LoweredModel):
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
                last: Mapping[fx.Node, list[fx.Node]], apart: bool = False) -> None:  # fmt: skip
         for node in nodes:
+            at(node)
             ending = last.get(node, [])
             b.about_to_end([env[n] for n in ending if n in env])
             b.op = node.meta.get("op") or node.name
