@@ -22,8 +22,7 @@ from . import selfcheck
 from .attachment import state_of
 from .containers import call_arguments
 from .copies import uncompiled
-from .errors import CompilerError, ConfigurationError, OneDNNError
-from .exporting import BUGS, REFUSALS
+from .errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError
 from .kernels import has_exact_int8_dot
 from .lowering.inductor import InductorModel, check_compiler
 from .lowering.onednn import OneDNNModel
@@ -263,7 +262,7 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
             if isinstance(tried, OneDNNModel):
                 facts["in_torch"] = tried.in_torch
                 facts["reference_kernels"] = _references(tried, args, kwargs)
-    except (*REFUSALS, *BUGS) as error:  # whatever the user's code raises
+    except ERRORS_OF_CODE as error:  # whatever the user's code raises
         facts["problem"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return facts
 
