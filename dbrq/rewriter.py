@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import selfcheck
-from .agreement import INFORMATIVE, Outcome, Reference, Trial, WrongOp, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .agreement import (
+    INFORMATIVE,
+    Outcome,
+    Reference,
+    Trial,
+    outcome,
+    owned,
+    perturbed,
+    random_state_kept_if_drawn,
+    seeded,
+)
 from .auto_trace import InterceptedForward, logging_values
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves
@@ -207,7 +217,8 @@ def _held(model: nn.Module) -> list[tuple]:
         return value if isinstance(value, (bool, int, float, str)) else id(value)
 
     return [
-        (path, name, shown(value)) for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
+        (path, name, shown(value))
+        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
         for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
     ]  # fmt: skip
 
@@ -338,8 +349,8 @@ def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Ten
         raise MismatchError(
             "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
             op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
-            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
-            "this op in float (qconfig None), and please report it",
+            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: "
+            "leave this op in float (qconfig None), and please report it",
         )  # fmt: skip
 
 

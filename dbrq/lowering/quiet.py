@@ -36,5 +36,5 @@ def as_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 def from_bytes(file: bytes) -> torch.jit.ScriptModule:
     """``torch.jit.load`` of a file, onto the CPU."""
-    unit = torch._C.CompilationUnit()
-    return wrap_cpp_module(torch._C.import_ir_module_from_buffer(unit, file, torch.device("cpu"), {}, False))
+    read: Any = torch._C.import_ir_module_from_buffer  # which torch's stubs declare otherwise
+    return wrap_cpp_module(read(torch._C.CompilationUnit(), file, torch.device("cpu"), {}, False))
