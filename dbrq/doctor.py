@@ -312,7 +312,7 @@ def _bits(model: nn.Module) -> int | None:
     """Of the activations of a converted model; None where they are not known."""
     state = state_of(model)
     states = [] if state is None or state.token.phase == "observe" else state.token.states.values()
-    levels = [high - low + 1 for state in states for low, high in state.ranges.values()]
+    levels = [q.quant_max - q.quant_min + 1 for state in states for q in map(state.qparams, state.slots)]
     return max(levels).bit_length() - 1 if levels else None
 
 

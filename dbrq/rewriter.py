@@ -217,7 +217,8 @@ def _held(model: nn.Module) -> list[tuple]:
         return value if isinstance(value, (bool, int, float, str)) else id(value)
 
     return [
-        (path, name, shown(value)) for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
+        (path, name, shown(value))
+        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
         for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
     ]  # fmt: skip
 
@@ -348,8 +349,8 @@ def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Ten
         raise MismatchError(
             "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
             op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
-            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
-            "this op in float (qconfig None), and please report it",
+            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: "
+            "leave this op in float (qconfig None), and please report it",
         )  # fmt: skip
 
 

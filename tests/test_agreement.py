@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers import has_compiler, run
 from torch import Tensor, nn
 
 import dbrq
@@ -19,7 +20,6 @@ from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel
 from dbrq.lowering.model import LoweredModel
 from dbrq.report import sqnr
-from helpers import has_compiler, run
 
 
 def convolutions() -> nn.Module:
@@ -270,7 +270,9 @@ class Window(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x):
         b, h, w, c = x.shape
@@ -300,7 +302,8 @@ DEEP = {
     "windows": lambda: (nn.Sequential(*(Window(16) for _ in range(6)), nn.Linear(16, 10)), torch.randn(1, 8, 8, 16)),
     "argmax": lambda: (Model(lambda m, x: (m.layer(x).argmax(-1), m.layer(x) > 0)), torch.randn(200, 8)),
     "masked": lambda: (
-        Model(lambda m, x, k: (m.layer(x).masked_fill(k, float("-inf")), x[:0])), (torch.randn(9, 8), torch.eye(9, 8) > 0)
+        Model(lambda m, x, k: (m.layer(x).masked_fill(k, float("-inf")), x[:0])),
+        (torch.randn(9, 8), torch.eye(9, 8) > 0),
     ),
 }  # fmt: skip
 

@@ -73,9 +73,9 @@ class Lowered:
             options = {name: self._taken(name, x) for name, x in kwargs.items()}
             try:
                 output = self.model(*taken, **options)
-            except ERRORS_OF_CODE as error:  # other inputs than the graph's: the module itself runs, or says what is wrong
+            except ERRORS_OF_CODE as error:
                 if is_bug(error):
-                    raise
+                    raise  # else these are other inputs than the graph's: the module runs, or says what is wrong
                 call.token.warn_once(
                     f"part {self.path}",
                     f"dbrq: {self.path} runs as it was converted, since its lowered form does not take these inputs: "
