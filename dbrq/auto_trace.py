@@ -27,18 +27,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
-from .errors import ConfigurationError
+from .errors import ConfigurationError, KernelInputError
 from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
 from .op_facts import mutates
 from .record import Place, Tag
 from .sites import border, chain_of_spots, spot
-from .tensors import Int8Tensor, Lazy, Provenance, current, plain
+from .tensors import Int8Tensor, Lazy, Provenance, current, plain, unmarked
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState, Hook, Hooks
@@ -48,6 +49,7 @@ hook_log = logging.getLogger("dbrq.hooks")
 NOT_RUN = object()
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
+_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
@@ -321,6 +323,8 @@ class RunCall(TorchFunctionMode):
 
     @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            _refuse_fake_mode(intercepted.path)
         if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
             args, kwargs = tree_map(plain, (args, kwargs))
         outer, active.call = active.call, self
@@ -335,7 +339,7 @@ class RunCall(TorchFunctionMode):
                     output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
             active.call, current.provenance = outer, previous
-            self.provenance.forget_int8()
+            self.provenance.end()
         if enabled:
             return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
         return output
@@ -345,12 +349,12 @@ class RunCall(TorchFunctionMode):
         tags_of = intercepted.state.input_tags
         for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
             for tensor, tag in zip(tensors, tags_of(name, tensors), strict=True):
-                self.provenance.set_tag(tensor, tag)
+                self.provenance.set_tag_of_any(tensor, tag)
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
         with _disabled():
-            return tree_map(plain, output)
+            return tree_map(unmarked, output)
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module of the model is called."""
@@ -391,7 +395,13 @@ class RunCall(TorchFunctionMode):
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module that is kept in float: the subtree runs as the user wrote it."""
         with _disabled():
-            return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            return self._unseen(intercepted, args, kwargs)
+
+    def _unseen(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A module's own forward on plain tensors, to some of which it may write."""
+        output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+        self.provenance.written(None)
+        return output
 
     # Op hooks
 
@@ -401,13 +411,13 @@ class RunCall(TorchFunctionMode):
             if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
             with _disabled():
-                output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+                output = self._unseen(intercepted, args, kwargs)
                 if row is None:  # not looked into: all its outputs are its own
                     name = type(intercepted.module).__name__
                     given = list(tree_leaves((args, kwargs)))
                     for leaf in tree_leaves(output):
                         if type(leaf) is Tensor and not any(leaf is g for g in given):
-                            self.provenance.set_tag(leaf, name)
+                            self.provenance.set_tag_of_any(leaf, name)
                 return output
         hook = self.frame.leaf(row, intercepted.path)
         if hook is None:
@@ -421,10 +431,10 @@ class RunCall(TorchFunctionMode):
         name = intercepted.row.name
         self.frame.state.unrecorded(name, intercepted.path)
         with _disabled():
-            output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            output = self._unseen(intercepted, args, kwargs)
             for leaf in tree_leaves(output):
                 if type(leaf) is Tensor:
-                    self.provenance.set_tag(leaf, name)
+                    self.provenance.set_tag_of_any(leaf, name)
             return output
 
     def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -435,7 +445,7 @@ class RunCall(TorchFunctionMode):
                 return intercepted.original(*args, **kwargs)
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and hook.reads:
-                    self.provenance.set_tag(leaf, hook.reads[0].tag)
+                    self.provenance.set_tag_of_any(leaf, hook.reads[0].tag)
             return tree_map(plain, hook.module(self, intercepted, args, kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -495,7 +505,7 @@ class RunCall(TorchFunctionMode):
             if written is None and args:
                 written = args[0]
             if type(written) is Tensor:
-                self.provenance.set_tag(written, function_name(func))
+                self.provenance.set_tag_of_any(written, function_name(func))
             elif isinstance(written, Int8Tensor):
                 written.tag = function_name(func)
             return output
@@ -515,9 +525,14 @@ class RunCall(TorchFunctionMode):
 
     def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
         """Say who made a value; some functions return what they were given."""
-        if self.provenance.tag(output) is None and not any(output is a for a in given):
+        provenance = self.provenance
+        if provenance.tag(output) is None and not any(output is a for a in given):
             unsure = self.strays and any(isinstance(a, Tensor) and self.tag_of(a) == UNSURE for a in given)
-            self.provenance.set_tag(output, UNSURE if unsure else function_name(func))
+            tag = UNSURE if unsure else function_name(func)
+            if type(func) is _Getter:  # x.grad, x._base: tensors that were there before
+                provenance.set_tag_of_any(output, tag)
+            else:
+                provenance.set_tag(output, tag)
 
     def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
         """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
@@ -526,7 +541,7 @@ class RunCall(TorchFunctionMode):
             target = args[0]
         if not isinstance(target, Int8Tensor):
             if target is not None:
-                self.provenance.forget_int8()
+                self.provenance.written(target)
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))
         value = target.float_value().clone()
         args, kwargs = tree_map(lambda leaf: value if leaf is target else plain(leaf), (args, dict(kwargs)))
@@ -547,6 +562,16 @@ class RunCall(TorchFunctionMode):
         if type(value) is Int8Tensor:
             return value.tag if value.deferred is None else value.deferred.tag(value.stage)
         return self.provenance.tag(value)
+
+
+def _refuse_fake_mode(path: str) -> None:
+    """Raise where all tensors that are made are stand-ins without elements: kernels need those."""
+    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    if any(isinstance(mode, FakeTensorMode) for mode in stack):
+        raise KernelInputError(
+            "a converted model was called under FakeTensorMode", path=path, expected="tensors with elements",
+            hint="trace the float model, or the graph that dbrq.rewrite gives",
+        )  # fmt: skip
 
 
 def _shown(leaf: Any) -> Any:

@@ -364,6 +364,7 @@ class FusedPlan(Plan):
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
         value, tag = plain(x), call.tag_of(x)
+        self.require_float32(value)
         if not self.expects(tag):
             if tag != UNSURE:
                 self.unrecorded(tag)

@@ -30,6 +30,14 @@ Quantized = tuple[Tensor, QParams]
 _disabled = torch._C.DisableTorchFunction
 
 
+_no_dispatch = Tensor.__torch_dispatch__
+
+
+def _has_elements(x: Tensor) -> bool:
+    """Whether a tensor is one, and not a stand-in (``FakeTensor``, ``DTensor``) that computes in Python."""
+    return type(x) is Tensor or type(x).__torch_dispatch__ is _no_dispatch
+
+
 class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
@@ -110,6 +118,8 @@ class Plan:
         with _disabled():
             if self.op.decision.precision == "float":
                 self._note_origins(call, args[:1])
+                if self.op.inplace and args:
+                    call.provenance.written(args[0])
                 return self.float_result(call, leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
             bound = bind_leaf(leaf, args, kwargs)
             return self._finish(call, bound[0], self.run(call, bound), self.op.inplace)
@@ -142,11 +152,10 @@ class Plan:
                 expected="torch.Tensor",
                 got=type(x).__name__,
             )
-        if type(x) is Int8Tensor:
-            if x.data_u8 is not None:
-                if self.any_time or self.edge(number, x.tag) is None:
-                    call.unsure = call.strays = True
-                return x.data_u8, x.qparams  # type: ignore[return-value]
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            if self.any_time or self.edge(number, x.tag) is None:
+                call.unsure = call.strays = True
+            return x.data_u8, x.qparams  # type: ignore[return-value]
         tag = call.tag_of(x)
         x = plain(x)
         qparams = self.edge(number, tag)
@@ -168,15 +177,19 @@ class Plan:
         return q, qparams
 
     def require_float32(self, x: Tensor) -> None:
-        if x.dtype is not torch.float32:
-            raise KernelInputError(
-                "an int8 op got another dtype",
-                path=self.op.owner,
-                op=self.op.path,
-                expected="torch.float32",
-                got=x.dtype,
-                hint="pass float32, as in the watching run",
-            )
+        """Raise unless ``x`` has float32 elements in memory: kernels would read where there are none."""
+        if x.dtype is torch.float32 and x.layout is torch.strided and x.is_cpu and _has_elements(x):
+            return
+        got = type(x).__name__ if x.is_cpu and x.dtype is torch.float32 else f"{x.dtype} on {x.device}"
+        got = got if x.layout is torch.strided else f"{x.dtype}, {x.layout}"
+        raise KernelInputError(
+            "an int8 op got another dtype, device or layout, or a tensor without elements",
+            path=self.op.owner,
+            op=self.op.path,
+            expected="torch.float32, dense, on cpu",
+            got=got,
+            hint="pass float32 tensors that are in memory, as in the watching run",
+        )
 
     def unrecorded(self, tag: Tag, number: int | None = None) -> None:
         """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
@@ -240,8 +253,8 @@ class Plan:
         else:
             tag = call.tag_of(output)
             target.copy_(plain(output))
-            call.provenance.set_tag(target, self.tag if tag is None else tag)
-            call.provenance.forget_int8()
+            call.provenance.written(target)
+            call.provenance.set_tag_of_any(target, self.tag if tag is None else tag)
         return target
 
     def run_plain(self, bound: list[Any]) -> Any:

@@ -27,27 +27,58 @@ if TYPE_CHECKING:
 _disabled = torch._C.DisableTorchFunction
 
 
+#: Attribute of a tensor that a call made: the call's stamp, and who in the call made it.
+_MADE = "_dbrq_made"
+
+
 class Provenance:
     """Who made the float tensors that one call of a model meets, and the int8 elements they were rounded to.
 
-    It lives with the call and writes nothing on a tensor: buffers, parameters and inputs are shared by calls on other
-    threads, and a tensor that outlives the call was made by nobody in the next. Tensors are held weakly, and compared,
-    since a new one may get the ``id`` of one that is gone.
+    Other threads run the same model on the same buffers, parameters and inputs. So of tensors that come from outside of
+    the call, nothing is written on the tensor: they are known here, held weakly, and compared, since a new tensor may
+    get the ``id`` of one that is gone. What the call itself made bears its stamp, which means nothing to another call.
     """
 
-    __slots__ = ("_int8", "_tags")
+    __slots__ = ("_foreign", "_int8", "_stamp")
 
     def __init__(self) -> None:
-        self._tags: dict[int, tuple[weakref.ref, Tag]] = {}
+        self._stamp = object()
+        self._foreign: dict[int, tuple[weakref.ref, Tag]] = {}
         self._int8: dict[int, tuple[_Keyed, QParams, Tensor]] = {}
 
     def tag(self, tensor: Tensor) -> Tag:
-        """Who made ``tensor``; None for what came from outside of the call."""
-        known = self._tags.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        """Who made ``tensor``; None for what came from outside of the call and was not given to it."""
+        known = self._foreign.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        made = tensor.__dict__.get(_MADE)
+        return made[1] if made is not None and made[0] is self._stamp else None
 
     def set_tag(self, tensor: Tensor, tag: Tag) -> None:
-        self._tags[id(tensor)] = (weakref.ref(tensor), tag)
+        """Note who made ``tensor``: a new one, or one that this knows to come from outside."""
+        known = self._foreign.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            self._foreign[id(tensor)] = known[0], tag
+        else:
+            tensor.__dict__[_MADE] = self._stamp, tag
+
+    def set_tag_of_any(self, tensor: Tensor, tag: Tag) -> None:
+        """Note who made ``tensor``, which may come from anywhere."""
+        made = tensor.__dict__.get(_MADE)
+        if made is not None and made[0] is self._stamp:
+            tensor.__dict__[_MADE] = self._stamp, tag
+        else:
+            self._foreign[id(tensor)] = weakref.ref(tensor), tag
+
+    def written(self, tensor: Any) -> None:
+        """``tensor`` is written to: those that share its memory have other elements now."""
+        self._int8.clear()
+        if type(tensor) is Tensor:
+            self.set_tag_of_any(tensor, self.tag(tensor))
+
+    def end(self) -> None:
+        """The call is over."""
+        self._int8.clear()
 
     def int8(self, tensor: Tensor, qparams: QParams) -> Tensor | None:
         """The elements of ``tensor`` as integers, if they were quantized with ``qparams`` already."""
@@ -57,10 +88,6 @@ class Provenance:
     def keep_int8(self, tensor: Tensor, qparams: QParams, q: Tensor) -> None:
         """Keep ``q`` for the next who reads ``tensor``, as long as that lives."""
         self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q)
-
-    def forget_int8(self) -> None:
-        """Some tensor was written to: those that share its memory have other elements now."""
-        self._int8.clear()
 
     def _dropped(self, reference: _Keyed) -> None:
         known = self._int8.get(reference.key)
@@ -315,6 +342,14 @@ class _NotAView(Exception):
 def geometry_of(tensor: Tensor) -> tuple[tuple, tuple, int]:
     """Where a view's elements lie in its storage: sizes, strides, offset."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+
+
+def unmarked(value: Any) -> Any:
+    """``value`` as the user gets it: plain, and without what a call notes on tensors."""
+    value = plain(value)
+    if type(value) is Tensor:
+        value.__dict__.pop(_MADE, None)
+    return value
 
 
 def plain(value: Any) -> Any:

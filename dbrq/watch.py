@@ -56,7 +56,7 @@ from .record import (
     Value,
 )
 from .sites import border, site, user_line
-from .tensors import geometry_of, plain
+from .tensors import geometry_of, unmarked
 
 if TYPE_CHECKING:
     from .observing import Observing
@@ -196,7 +196,7 @@ class Watch(TorchFunctionMode):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
                     self._find_varying()
-                return tree_map(plain, output)
+                return tree_map(unmarked, output)
         finally:
             active.call = previous
 
