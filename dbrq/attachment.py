@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .weights import check_weights
+
 STATE = "_auto_quant_state"
 
 
@@ -116,15 +118,36 @@ def _load(
     unexpected: list,
     errors: list,
 ) -> None:
+    _check(module, state_dict, prefix)
     own = f"{prefix}{STATE}."
     values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
-    state_of(module).refresh()
+    state = state_of(module)
+    state.refresh()
     try:
-        result = state_of(module).load_state_dict(
-            values, strict=False, assign=metadata.get("assign_to_params_buffers", False)
+        result = state.load_state_dict(
+            state.checked(values), strict=False, assign=metadata.get("assign_to_params_buffers", False)
         )
     except RuntimeError as error:
         errors.append(str(error))
         return
+    state.token.warn_of_saturation()
     missing.extend(own + key for key in result.missing_keys)
     unexpected.extend(own + key for key in result.unexpected_keys)
+
+
+def _check(module: nn.Module, state_dict: dict, prefix: str) -> None:
+    """Raise for what cannot be loaded, here and in all modules inside: torch goes from one to the next, and what it
+    has loaded stays when a later one fails.
+    """
+    if state_of(module).token.phase != "int8":
+        return
+    for path, inner in module.named_modules():
+        if path.rpartition(".")[2] == STATE:
+            inner.checked(_under(f"{prefix}{path}.", state_dict))
+        elif any(name.endswith("_int8") for name in inner._buffers):
+            at = f"{prefix}{path}".rstrip(".")
+            check_weights(inner, at, _under(f"{at}." if at else "", state_dict))
+
+
+def _under(prefix: str, state_dict: dict) -> dict:
+    return {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}

@@ -34,7 +34,8 @@ from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
 from .errors import ConfigurationError
 from .guards import not_compiled, without_autocast, without_gradient
-from .mappings import FUNCTIONS, OpRow, Role, function_name, mutates, reads_values
+from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
+from .op_facts import mutates
 from .record import Place, Tag
 from .sites import border, chain_of_spots, spot
 from .tensors import Int8Tensor, Lazy, plain

@@ -16,6 +16,7 @@ from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
+from .ranges import seven_bits
 from .record import SeenOp, Tag
 from .tensors import Int8Tensor, plain
 from .weights import (
@@ -376,10 +377,7 @@ class DynamicLinearPlan(ComputePlan):
 
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
-        activation = op.qconfig.activation()  # type: ignore[union-attr]
-        low, high = getattr(activation, "quant_min", None), getattr(activation, "quant_max", None)
-        narrow = low is not None and high is not None and high - low < 255
-        self.reduce_range = bool(getattr(activation, "reduce_range", False)) or narrow
+        self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])

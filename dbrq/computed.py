@@ -8,7 +8,6 @@ so each run of a converted model can tell whether it is still the weight that wa
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .containers import tree_leaves
-from .mappings import function_name, mutates
+from .mappings import function_name
+from .op_facts import may_be_random, mutates
 from .record import ParameterRef
 from .weights import tensor_of
 
-_RANDOM = re.compile(r"rand|bernoulli|multinomial|normal_|dropout|poisson|exponential|uniform|rrelu|gumbel|empty")
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEPEST = 100
 
@@ -97,7 +96,8 @@ def computed(
     function always makes the same of them.
     """
     name = function_name(function)
-    if _RANDOM.search(name) or name == "grad" or mutates(function) or kwargs.get("out") is not None:
+    undefined = name == "grad" or name.startswith(("empty", "new_empty"))
+    if undefined or may_be_random(function) or mutates(function) or kwargs.get("out") is not None:
         return []
     given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     try:

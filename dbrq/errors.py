@@ -1,5 +1,24 @@
 """Errors that tell the reader where, what was expected, what came, and what to do."""
 
+import os
+
+#: What Python and torch raise where code meets values of another kind than it was written for: traced numbers for ints,
+#: perturbed inputs, graphs that a compiler does not take. All of ``dbrq``'s own errors are among them.
+ERRORS_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether an error that the user's code or torch might raise is a mistake in dbrq itself: an assertion, a missing
+    attribute or key in a line of dbrq.
+    """
+    if not isinstance(error, (AssertionError, AttributeError, LookupError)) or error.__traceback__ is None:
+        return False
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER)
+
 
 class QuantizationError(RuntimeError):
     """Base class of every error dbrq raises on purpose.

@@ -18,11 +18,12 @@ import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .containers import call_arguments
-from .errors import QuantizationError, RewriteError
+from .errors import ERRORS_OF_CODE, RewriteError, is_bug
 from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
@@ -32,12 +33,9 @@ from .watch import random_state_kept
 
 log = logging.getLogger("dbrq.lowering")
 
-#: What torch raises of graphs that it cannot take: errors of its own, which are RuntimeErrors, and assertions and
-#: values out of range where it reckons with free sizes.
-REFUSALS = (RuntimeError, AssertionError, ValueError)
-#: What else comes out of torch's code, where that fails on a graph that it should take.
-BUGS = (TypeError, AttributeError, LookupError, ArithmeticError, NameError)
-
+#: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
+#: those of sizes that it was told are free from its own UserError, which is an Exception.
+ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
 
@@ -91,9 +89,9 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except QuantizationError:
-        raise
-    except (*REFUSALS, *BUGS) as error:
+    except ERRORS_OF_TRACING as error:
+        if is_bug(error):
+            raise
         raise RewriteError(
             f"torch.export does not take the graph: {type(error).__name__}: {error}", path="",
             hint="dbrq.rewrite gives the graph itself; a graph that decides on values of tensors may not export",
@@ -125,7 +123,9 @@ def program_of(
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
                 return program
-        except REFUSALS as error:
+        except ERRORS_OF_TRACING as error:  # torch's, of sizes that it cannot keep free
+            if is_bug(error):
+                raise
             log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)
     return _exported(graph, args, kwargs, None)
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_leaves
 from .errors import RewriteError, SeveralPathsError
 from .kernels import QParams
+from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
 from .spelling import TAKE_SIZES, spelled
@@ -39,10 +40,9 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
-                      "unsafe_split", "nonzero", "where"})  # fmt: skip
+                      "unsafe_split", "nonzero", "nonzero_numpy", "where"})  # fmt: skip
 #: How the message of each of the graph's assertions begins.
 ONE_PATH = "dbrq: this graph holds for one path through the model"
-_RANDOM = re.compile(r"rand|bernoulli|multinomial|normal|dropout|poisson|exponential|uniform")
 
 
 @dataclass(slots=True)
@@ -102,7 +102,9 @@ class GraphRecorder:
         self._known: dict[int, Known] = {}
         self._kept: list[Any] = []  # tensors whose identity must not be reused
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
-        self._written: set[int] = set()  # memory that inputs were written to
+        self._state: set[int] = set()  # memory of the model's own tensors
+        self._written: Counter[int] = Counter()  # memory that was written to, and how often
+        self._varying: set[int] = set()  # memory that holds something else in each call, since it was written to
         self._executing = 0
         self.value_decisions = 0
         self.decisions: list[str] = []
@@ -161,6 +163,8 @@ class GraphRecorder:
             )
         self._kept.append(tensor)
         name = self._names.get(id(tensor)) or self._fresh("constant")
+        if (memory := memory_of(tensor)) is not None:
+            self._state.add(memory)
         return self.bind(tensor, self.attribute(name, tensor), static=True).node
 
     # Tensors the graph holds
@@ -260,21 +264,43 @@ class GraphRecorder:
         if (first := TAKE_SIZES.get(getattr(function, "__name__", ""))) is not None:
             args, kwargs = (*args[:first], *walk(self._size, tuple(args[first:]))), walk(self._size, kwargs)
         kind, target, given, options = spelled(function, args, kwargs)
-        static = self._is_static(function, (*given, *options.values()))
+        static = self._is_static((*given, *options.values()))
         if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
-            return self.execute(function, args, kwargs)  # a constant
+            return self._constant(self.execute(function, args, kwargs))
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
+        nodes = [self.node_of(t) for t in tensors]
         versions = [_version(t) for t in tensors]
-        result = self.execute(function, args, kwargs)
-        unversioned = -1 in versions and _says_it_writes(function, kwargs)
-        if [_version(t) for t in tensors] != versions or unversioned:
-            node.meta["writes"] = True
-            if not static:
-                self._written.update(t.untyped_storage()._cdata for t in tensors[:1])
+        with Watching() as watched:
+            result = self.execute(function, args, kwargs)
+        changed = [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before]
+        node.meta["facts"] = seen(node, watched, list(zip(tensors, nodes, strict=True)), result, changed)
+        static = static and not watched.random
+        self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), _base_name(target))
+
+    def _note_writes(self, written: set[int | None], given: Sequence[Tensor], static: bool) -> None:
+        for memory in written & {memory_of(t) for t in given} - {None}:
+            self._written[memory] += 1  # type: ignore[index]
+            if not static or memory in self._state:
+                self._varying.add(memory)  # type: ignore[arg-type]
+
+    def writes_to(self, tensor: Tensor) -> int:
+        """How often the memory of ``tensor`` was written to."""
+        return self._written[memory_of(tensor)]  # type: ignore[index]
+
+    def _constant(self, result: Any) -> Any:
+        """What is made anew in each call, and always the same: the graph holds it, and copies it where it is used."""
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._kept.append(tensor)
+                held = self.attribute(self._fresh("constant"), tensor)
+                node = self.graph.call_method("clone", (held,))
+                self._describe(node)
+                self.bind(tensor, node, static=True)
+        return result
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""
@@ -321,9 +347,7 @@ class GraphRecorder:
     def _node_name(self, base: str) -> str:
         return _identifier(self.path if self.op == self.path else f"{self.path}.{base}")
 
-    def _is_static(self, function: Callable, arguments: Sequence[Any]) -> bool:
-        if _RANDOM.search(getattr(function, "__name__", "")):
-            return False
+    def _is_static(self, arguments: Sequence[Any]) -> bool:
         for leaf in leaves(arguments):
             if isinstance(leaf, Traced):
                 return False
@@ -360,14 +384,27 @@ class GraphRecorder:
             if name in _COUNTED and not static:
                 count = self.graph.call_function(len, (node,))
                 self.check(count, len(result), "a number of parts")
+            shared = self._shared(node, result, given)
             for i, item in enumerate(result):
                 part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
                 self._describe(part)
+                if isinstance(item, Tensor):
+                    part.meta["facts"] = Facts(called(part), (), (0,) if memory_of(item) in shared else ())
                 self._bind_result(item, part, static, given, "getitem")
             return result
         if type(result) in (bool, int, float):
             node.meta.update(reads=True, place=self.place())
         return result if static else traced(result, node, self)
+
+    @staticmethod
+    def _shared(node: fx.Node, result: Sequence[Any], given: Sequence[Any]) -> set[int | None]:
+        """The memory that results share with each other, or, perhaps for other shapes only, with what was given."""
+        made = Counter(memory_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if sources(node):
+            return set(made)
+        return {memory for memory, count in made.items() if count > 1} | {
+            memory_of(leaf) for leaf in given if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight)
+        }
 
     # Numbers
 
@@ -498,7 +535,7 @@ class GraphRecorder:
         """Whether the elements of ``tensor`` depend on an input."""
         known = self.known(tensor)
         stranger = self._strangers.get(id(tensor))
-        if known is not None and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._written:
+        if known is not None and memory_of(tensor) in self._varying:
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
 
@@ -536,8 +573,10 @@ class _OutOfSight(TorchDispatchMode):
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a node does more than compute its result: writes to an argument, or checks something."""
-    if node.op in ("placeholder", "output") or node.meta.get("writes"):
+    """Whether a node does more than compute its result: writes to an argument, draws random numbers, which those that
+    come later depend on, or checks something.
+    """
+    if node.op in ("placeholder", "output") or writes(node) or is_random(node):
         return True
     return node.target is torch._assert or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
 
@@ -547,13 +586,6 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
-
-
-def _says_it_writes(function: Callable, kwargs: dict) -> bool:
-    """Whether a call is in place by name, which is all there is to see in tensors made under ``inference_mode``."""
-    name = getattr(function, "__name__", "")
-    by_name = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    return by_name or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
 def _version(tensor: Tensor) -> int:

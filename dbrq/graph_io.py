@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from .auto_trace import InterceptedForward, RunCall
@@ -98,20 +98,7 @@ class Inputs:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise RewriteError(f"the example does not fit forward: {error}", path="", got=str(signature)) from error
-        self.placeholders: list[tuple[str, Any, Any, bool, str]] = []
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                for i, value in enumerate(bound.arguments.get(name, ())):
-                    self._add(f"{name}_{i}", value, inspect.Parameter.empty, f"*{i}")
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                for key, value in bound.arguments.get(name, {}).items():
-                    self._add(key, value, inspect.Parameter.empty, key)
-            else:
-                given = name in bound.arguments
-                default = parameter.default
-                self._add(name, bound.arguments.get(name, default), default, name, given)
-        while self.placeholders and not self.placeholders[-1][3]:  # nothing given after them
-            self.placeholders.pop()
+        self.placeholders = placeholders_of(signature, bound)
         self.example = copy.deepcopy(tuple(p[1] for p in self.placeholders))  # forward may change them
         values = {}
         optional = False
@@ -130,9 +117,6 @@ class Inputs:
     def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
         """Who made the tensors of an argument."""
         return (self.state.input_tags if self.inside is None else self.inside.tags_of)(name, tensors)
-
-    def _add(self, name: str, value: Any, default: Any, key: str, given: bool = True) -> None:
-        self.placeholders.append((name, value, default, given, key))
 
     def _placeholder(self, name: str, value: Any, default: Any, optional: bool) -> tuple[fx.Node, bool]:
         kind = _annotation(value)
@@ -193,11 +177,12 @@ class Inputs:
         if value is None:
             recorder.graph.call_function(check_absent, (node, name))
             return None
-        if any(isinstance(leaf, Tensor) for leaf in getattr(value, "__dict__", {}).values()):
+        if _holds_tensors(value, 4):
             raise RewriteError(
                 "an input is an object that a graph cannot take apart", path="",
-                expected="tensors, numbers and containers",
-                got=f"{name}: {type(value).__name__}", hint="pass its tensors one by one, or leave it out",
+                expected="tensors, numbers and containers (lists, tuples, mappings, dataclasses)",
+                got=f"{name}: an object of class {type(value).__name__} that holds tensors",
+                hint="have forward take its tensors as arguments of their own, or leave it out",
             )  # fmt: skip
         return value
 
@@ -217,6 +202,40 @@ class Inputs:
             elif name in bound.arguments:
                 bound.arguments[name] = values[name]
         return bound.args, bound.kwargs
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether a tensor is found in an object's attributes, or in what they hold."""
+    if isinstance(value, Tensor):
+        return True
+    if not depth or isinstance(value, (type, nn.Module)):
+        return False
+    parts: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    if isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = [*value.values(), *parts]
+    return any(_holds_tensors(part, depth - 1) for part in parts)
+
+
+def placeholders_of(
+    signature: inspect.Signature, bound: inspect.BoundArguments
+) -> list[tuple[str, Any, Any, bool, str]]:
+    """The graph's inputs for a call: name, value, default, whether it is given, and its name in the record."""
+    found: list[tuple[str, Any, Any, bool, str]] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            for i, value in enumerate(bound.arguments.get(name, ())):
+                found.append((f"{name}_{i}", value, inspect.Parameter.empty, True, f"*{i}"))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            for key, value in bound.arguments.get(name, {}).items():
+                found.append((key, value, inspect.Parameter.empty, True, key))
+        else:
+            value = bound.arguments.get(name, parameter.default)
+            found.append((name, value, parameter.default, name in bound.arguments, name))
+    while found and not found[-1][3]:  # nothing given after them
+        found.pop()
+    return found
 
 
 def _annotation(value: Any) -> Any:

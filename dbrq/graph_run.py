@@ -8,6 +8,7 @@ decisions say that a value is read or written as int8.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,16 +23,18 @@ from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
-from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder
+from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
 from .graph_io import Inputs
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
+from .op_facts import writes
 from .plans import EmbeddingPlan, RecurrentPlan
 from .record import Tag
 from .recurrent import recurrent_weights
 from .reference import run_float
 from .sites import border, user_line
+from .spelling import holdable, name_of, scriptable
 from .symbols import Traced
 from .tensors import Int8Weight
 from .weights import norm_scale, norm_shift, tensor_of
@@ -56,6 +59,7 @@ class GraphRun(RunCall):
         self.slow = self.lenient = True
         self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._plain = 0  # depth inside code whose ops are recorded as they are
+        self._inside: set[Callable] = set()  # functions that are looked into now
 
     @border
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -110,11 +114,15 @@ class GraphRun(RunCall):
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with self.plainly():
             output = intercepted.original(*args, **kwargs)
-        given = list(tree_leaves((args, kwargs)))
+        return self._made_by(type(intercepted.module).__name__, output, (args, kwargs))
+
+    def _made_by(self, tag: str, output: Any, given: Any) -> Any:
+        """Say who made the tensors of an output that were not given."""
+        before = list(tree_leaves(given))
         for leaf in tree_leaves(output):
             known = self.recorder.known(leaf)
-            if known is not None and not any(leaf is g for g in given):
-                known.tag = type(intercepted.module).__name__
+            if known is not None and not any(leaf is g for g in before):
+                known.tag = tag
         return output
 
     def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -161,6 +169,8 @@ class GraphRun(RunCall):
                 return parts(*args, **kwargs)
         if not reads_values(func):
             return self.recorder.execute(func, args, kwargs)
+        if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
+            return self._looked_into(func, types, args, kwargs)
         spelling = FUNCTIONS.get(func)
         if spelling is not None and spelling.row.role is Role.PASS:
             return self._moved(func, spelling.row, args, kwargs)
@@ -177,6 +187,27 @@ class GraphRun(RunCall):
         with self._at(self.recorder.path, hook.op.path):
             return self._hooked(hook, func, spelling, args, kwargs)
 
+    def _can_hold(self, func: Callable, args: tuple, kwargs: dict) -> bool:
+        """Whether a function can be one node: TorchScript has it, and all arguments are of a graph's types."""
+        stranger = next((leaf for leaf in leaves((args, kwargs)) if not holdable(leaf)), None)
+        if stranger is not None and not inspect.isfunction(func):
+            raise RewriteError(
+                f"an argument of {name_of(func)} is an object that a graph cannot hold", path=self.recorder.path,
+                op=name_of(func), expected="tensors, numbers and the like", got=f"{type(stranger).__name__} at {user_line()}",
+                hint="do what it does by functions of torch, or keep using the converted model",
+            )  # fmt: skip
+        return stranger is None and scriptable(func)
+
+    def _looked_into(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        """Record the functions that a function of torch's Python is made of, each as it is."""
+        self._inside.add(func)
+        try:
+            with self.plainly():
+                output = torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
+        finally:
+            self._inside.discard(func)
+        return self._made_by(function_name(func), output, (args, kwargs))
+
     def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
             return self._tagged(hook, self.recorder.call(func, args, kwargs))
@@ -191,7 +222,7 @@ class GraphRun(RunCall):
         output = self.recorder.call(func, args, kwargs)
         for leaf in tree_leaves(output):
             known = self.recorder.known(leaf)
-            written = known is not None and known.node.meta.get("writes")
+            written = known is not None and writes(known.node)
             if known is not None and known.tag is None and (written or not any(leaf is g for g in given)):
                 known.tag = function_name(func)
         return output
@@ -418,7 +449,7 @@ class GraphRun(RunCall):
         if qparams is None:
             hook.unrecorded(tag, number)
             return None
-        key = ("read", id(x), -1 if x.is_inference() else x._version, qparams)
+        key = ("read", id(x), self.recorder.writes_to(x), qparams)
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:
             return cached[1]
@@ -538,6 +569,11 @@ def _as_it_is(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
     return run.recorder.execute(func, args, kwargs)
 
 
+def _type(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The name of a tensor's class of old, unless it is a cast."""
+    return _as_it_is(run, func, args, kwargs) if len(args) == 1 and "dtype" not in kwargs else _GO_ON
+
+
 def _same(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
     return args[0]
 
@@ -613,7 +649,7 @@ _SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
     _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
     "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
-    "tensor": _tensor,
+    "tensor": _tensor, "type": _type,
     "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
     "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
 }  # fmt: skip

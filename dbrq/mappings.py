@@ -589,17 +589,6 @@ def reads_values(func: Callable) -> bool:
     return name not in _METADATA
 
 
-@functools.lru_cache(maxsize=4096)
-def mutates(func: Callable) -> bool:
-    """Whether ``func`` writes to its first argument, going by torch's naming."""
-    name = getattr(func, "__name__", "")
-    if name in ("__setitem__", "__set__", "set_", "__setstate__"):
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__init__")
-    return name.endswith("_") and name != "requires_grad_"
-
-
 def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:
     """Whether the arguments of a call say ``inplace=True``."""
     return "inplace" in row.names and bool(bound[row.names.index("inplace")])

@@ -28,7 +28,12 @@ def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool
         return not (bound[2] and bound[1])
     if row.name == "pad":  # only zero is sure to be representable
         return bound[2] != "constant" or not bound[3]
-    return not (row.name == "view" and args[1:] and isinstance(args[1], torch.dtype))
+    return not (row.name == "view" and names_dtype(args, kwargs))
+
+
+def names_dtype(args: Any, kwargs: Any) -> bool:
+    """Whether a dtype is among the arguments: a ``view`` then sees the same bits as other numbers."""
+    return any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
 
 
 def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:

@@ -16,7 +16,10 @@ changes; falling back only ever makes more values float, so this ends.
 from __future__ import annotations
 
 import enum
+import heapq
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,7 +80,10 @@ class Placement:
         self.chained = {id(op): head for head in heads for op in self.chains.get(id(head), ())}
         self.soft = {id(op) for op in record.hooked() if self._may_be_soft(op)}
         self._is_hard = {id(op) for op in self.hard}
+        self._families = _Families(record)
+        self._find_levels()
         self._settle()
+        self._sources: dict[int, int] = {}
         self._parents: dict[int, int] = {}
         self._share()
         self.keys = {vid: self.key(vid) for vid in record.values}
@@ -175,77 +181,154 @@ class Placement:
             self.reasons[id(op)] = reason
         return not reason
 
-    # Values
+    # Values. None of this recurses, and each answer is kept: a record may hold thousands of ops in a row.
 
     def level(self, vid: int) -> Level:
-        value = self.record.values[vid]
-        if value.aliased_mutation or value.info.dtype is not torch.float32 or value.info.constant:
-            return Level.FLOAT
-        if value.is_input:
-            return Level.NEUTRAL
-        op = value.producer
-        if op is None:
-            return Level.FLOAT
-        if value.origin is not None:
-            return self.level(value.origin)
+        return self._levels[vid]
+
+    def _find_levels(self) -> None:
+        """The levels to begin with, while all ops that may be soft are."""
+        self._levels: dict[int, Level] = {}
+        self._pinned: set[int] = set()  # values that are what they are, whoever makes them
+        self._moved: dict[int, list[int]] = defaultdict(list)
+        for vid, value in self.record.values.items():
+            if value.aliased_mutation or value.info.dtype is not torch.float32 or value.info.constant:
+                level = Level.FLOAT
+            elif value.is_input:
+                level = Level.NEUTRAL
+            elif value.producer is None:
+                level = Level.FLOAT
+            else:
+                if value.origin is not None:
+                    self._moved[value.origin].append(vid)
+                self._levels[vid] = Level.NEUTRAL  # until something shows otherwise
+                continue
+            self._levels[vid] = level
+            self._pinned.add(vid)
+        found = {vid: self._levels[vid] for vid in self._pinned}
+        for vid, value in self.record.values.items():
+            if vid not in self._pinned and value.origin is None:
+                found[vid] = self._made(value.producer)  # type: ignore[arg-type]
+        self._levels.update(found)
+        self._spread(vid for vid, level in found.items() if level is not Level.NEUTRAL)
+
+    def _made(self, op: SeenOp) -> Level:
+        """The level of what ``op`` makes, unless its inputs say otherwise."""
         if id(op) in self._is_hard or id(op) in self.chained:
             return Level.INT8
         if id(op) in self.soft:
-            if op.row.role is Role.ELEMENTWISE and all(self.level(v) is Level.NEUTRAL for _, v in op.activations):
-                return Level.NEUTRAL
-            return Level.INT8
+            return Level.NEUTRAL if self._is_neutral(op) else Level.INT8
         return Level.FLOAT
+
+    def _is_neutral(self, op: SeenOp) -> bool:
+        """Whether an element-wise op reads only what nobody has made int8 yet."""
+        if op.row.role is not Role.ELEMENTWISE:
+            return False
+        return all(self._levels[vid] is Level.NEUTRAL for _, vid in op.activations)
+
+    def _spread(self, changed: Iterable[int]) -> set[int]:
+        """Carry changed levels on to what is moved from these values, or made of them. Returns all that changed.
+
+        A level changes from NEUTRAL to INT8 to FLOAT, never back.
+        """
+        waiting, seen = list(changed), set()
+        while waiting:
+            vid = waiting.pop()
+            seen.add(vid)
+            follow = [(moved, self._levels[vid]) for moved in self._moved[vid]]
+            for op in self.record.values[vid].readers:
+                if id(op) in self.soft and op.row.role is Role.ELEMENTWISE and not self._is_neutral(op):
+                    made = (o.id for o in op.outputs if self.record.values[o.id].producer is op)
+                    follow += [(o, Level.INT8) for o in made if self._levels[o] is Level.NEUTRAL]
+            for other, level in follow:
+                if other not in self._pinned and self._levels[other] is not level:
+                    self._levels[other] = level
+                    waiting.append(other)
+        return seen
 
     def pure(self, vid: int) -> bool:
         """Whether only the integers of this value need exist: of what it was moved from, too."""
-        origin = self.record.values[vid].origin
-        return self._read_as_int8(vid) and (origin is None or self.pure(origin))
+        self._families.know(vid, self._find_pure)
+        return vid in self._pure
+
+    def _find_pure(self, family: list[int]) -> None:
+        for vid in reversed(family):  # what is moved from a value comes after it
+            self._read[vid] = self._is_read_as_int8(vid)
+        self._pure.difference_update(family)
+        for vid in family:
+            origin = self.record.values[vid].origin
+            if self._read[vid] and (origin is None or origin in self._pure):
+                self._pure.add(vid)
 
     def _read_as_int8(self, vid: int) -> bool:
         """Whether a value that someone can make int8 is read as such by all who read it."""
-        value = self.record.values[vid]
-        if value.is_output or not value.readers or self.level(vid) is not Level.INT8:
-            return False
-        return not self._unread(vid) and all(self._reads_int8(op, vid) for op in value.readers)
+        self._families.know(vid, self._find_pure)
+        return self._read[vid]
 
-    def _reads_int8(self, op: SeenOp, vid: int) -> bool:
+    def _is_read_as_int8(self, vid: int) -> bool:
+        value = self.record.values[vid]
+        if value.is_output or not value.readers or self._levels[vid] is not Level.INT8:
+            return False
+        return vid in self._families.used and all(self._reads_int8(op, vid, self._read) for op in value.readers)
+
+    def _reads_int8(self, op: SeenOp, vid: int, read: dict[int, bool]) -> bool:
+        """Whether ``op`` takes the integers of value ``vid``. ``read``: what is known of values moved from that."""
         if op.row.role is Role.PASS:
             if op.row.name == "pad" and op.constants[2] == "constant" and op.constants[3]:
                 return False  # only zero is sure to be representable
             moved = [o.id for o in op.outputs if self.record.values[o.id].producer is op]
-            return (
-                bool(moved) and op.inputs[0].id == vid and all(self._read_as_int8(m) or self._unread(m) for m in moved)
-            )
+            used = self._families.used
+            return bool(moved) and op.inputs[0].id == vid and all(m not in used or read.get(m, False) for m in moved)
         if vid not in (v for _, v in op.activations):
             return False
         if id(op) in self._is_hard or id(op) in self.soft:
             return True
         return id(op) in self.chained and op.row.name == "add" and (id(op), vid) not in self._float_reads
 
-    def _unread(self, vid: int) -> bool:
-        """Whether a value is no output, and at most moved about for nobody."""
-        value = self.record.values[vid]
-        return not value.is_output and all(
-            op.row.role is Role.PASS and all(self._unread(o.id) for o in op.outputs if o.id != vid)
-            for op in value.readers
-        )
-
     def _settle(self) -> None:
-        """Soft ops and the other operands of fused adds fall back to float until nothing changes."""
+        """Soft ops and the other operands of fused adds fall back to float until nothing changes.
+
+        From the last op to the first, again and again; but an op whose values are as they were is not asked again.
+        """
         self._float_reads: set[tuple[int, int]] = set()
-        changed = True
-        while changed:
-            changed = False
-            for op in reversed(self.record.hooked()):
-                if id(op) in self.soft and (reason := self._soft_problem(op)):
-                    self.soft.discard(id(op))
-                    self.reasons[id(op)] = reason
-                    changed = True
-                elif id(op) in self.chained and op.row.name == "add":
-                    for _, vid in op.activations:
-                        if self._is_other(op, vid) and (id(op), vid) not in self._float_reads and not self.pure(vid):
-                            self._float_reads.add((id(op), vid))
-                            changed = True
+        self._read: dict[int, bool] = {}
+        self._pure: set[int] = set()
+        ops = self.record.hooked()
+        numbers = {id(op): number for number, op in enumerate(ops)}
+        now, later = {*range(len(ops))}, set[int]()
+        queue = sorted(-number for number in now)
+        while queue:
+            number = -heapq.heappop(queue)
+            now.discard(number)
+            for changed in self._fall_back(ops[number]):
+                for op in self._families.touch(changed):
+                    other = numbers.get(id(op), -1)
+                    if 0 <= other < number and other not in now:
+                        now.add(other)
+                        heapq.heappush(queue, -other)
+                    elif other >= number:
+                        later.add(other)
+            if not queue:
+                now, later = later, set()
+                queue = sorted(-number for number in now)
+
+    def _fall_back(self, op: SeenOp) -> set[int]:
+        """Have ``op`` read in float what it has to; returns the values that this changes anything for."""
+        if id(op) in self.soft and (reason := self._soft_problem(op)):
+            self.soft.discard(id(op))
+            self.reasons[id(op)] = reason
+            made = [o.id for o in op.outputs if self.record.values[o.id].producer is op and o.id not in self._pinned]
+            made = [vid for vid in made if self.record.values[vid].origin is None]
+            self._levels.update(dict.fromkeys(made, Level.FLOAT))
+            return {vid for _, vid in op.activations} | {o.id for o in op.outputs} | self._spread(made)
+        changed = set()
+        if id(op) in self.chained and op.row.name == "add":
+            for _, vid in op.activations:
+                if self._is_other(op, vid) and (id(op), vid) not in self._float_reads and not self.pure(vid):
+                    self._float_reads.add((id(op), vid))
+                    changed.add(vid)
+                    self._families.forget(vid)
+        return changed
 
     def _is_other(self, op: SeenOp, vid: int) -> bool:
         chain = self.chains[id(self.chained[id(op)])]
@@ -255,7 +338,7 @@ class Placement:
     def _soft_problem(self, op: SeenOp) -> str:
         out = self.record.values[op.result.id]
         inputs = [vid for _, vid in op.activations]
-        free = op.row.role is Role.ELEMENTWISE and all(self.level(v) is Level.NEUTRAL for v in inputs)
+        free = self._is_neutral(op)
         if not free and not all(self.pure(v) for v in inputs):
             return "its inputs are not int8 here, and quantizing them for it alone gains nothing"
         if free and any(id(r) not in self.soft for r in out.readers):
@@ -263,23 +346,16 @@ class Placement:
         if out.aliased_mutation:
             return "its result is changed in place through another view"
         if op.row.role is Role.ELEMENTWISE:
-            fine = all(self._reads_int8(r, out.info.id) for r in out.readers)
+            self._read_as_int8(out.info.id)  # so that what is moved from it is known
+            fine = all(self._reads_int8(r, out.info.id, self._read) for r in out.readers)
             return "" if fine else "its result is read in float"
         return "" if self.pure(out.info.id) else "its result is read in float"
 
     # Sharing of qparams, and who observes
 
-    def _find(self, vid: int) -> int:
-        while vid in self._parents:
-            vid = self._parents[vid]
-        return vid
-
     def key(self, vid: int) -> int:
         """The id under which the qparams of a value are kept: its own, or that of what it moves or shares with."""
-        value = self.record.values[vid]
-        while value.origin is not None and self.pure(value.origin):
-            value = self.record.values[value.origin]
-        return self._find(value.info.id)
+        return _root(self._parents, self._source(vid))
 
     def _share(self) -> None:
         by_place: dict[tuple, list[int]] = {}
@@ -334,10 +410,16 @@ class Placement:
         return math.prod(self.record.values[vid].info.shape)
 
     def _source(self, vid: int) -> int:
-        value = self.record.values[vid]
-        while value.origin is not None and self.pure(value.origin):
-            value = self.record.values[value.origin]
-        return value.info.id
+        """What a value was moved from, as integers; itself if it was not."""
+        way = [vid]
+        while (known := self._sources.get(way[-1])) is None:
+            origin = self.record.values[way[-1]].origin
+            if origin is None or not self.pure(origin):
+                known = way[-1]
+                break
+            way.append(origin)
+        self._sources.update(dict.fromkeys(way, known))
+        return known
 
     def observer_qconfig(self, vid: int, reader: SeenOp):
         """The qconfig whose activation observer watches a value: its producer's where that runs in int8, else the
@@ -408,6 +490,76 @@ class Placement:
             )  # fmt: skip
             before = op
         head.decision = replace(head.decision, writes=writes, chain=tuple(steps), kernel=_kernel(head, "static", chain))
+
+
+def _root(parents: dict[int, int], vid: int) -> int:
+    """The value that stands for all that ``vid`` was joined with."""
+    root = vid
+    while root in parents:
+        root = parents[root]
+    while vid != root:  # shorten the way for those who come after
+        parents[vid], vid = root, parents[vid]
+    return root
+
+
+class _Families:
+    """Values that are moved from one another, and the ops around them: what one of them is, depends on the others.
+
+    Attributes:
+        used: values that are outputs, or that something reads which is not merely moving them about for nobody.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._parents: dict[int, int] = {}
+        moved_from: dict[int, list[int]] = defaultdict(list)
+        for vid, value in record.values.items():
+            if value.origin is not None:
+                self._join(vid, value.origin)
+            for op in value.readers:
+                for other in op.outputs if op.row.role is Role.PASS else ():
+                    if other.id != vid:
+                        self._join(vid, other.id)
+                        moved_from[other.id].append(vid)
+        self.used: set[int] = set()
+        waiting = [
+            vid
+            for vid, value in record.values.items()
+            if value.is_output or any(op.row.role is not Role.PASS for op in value.readers)
+        ]
+        while waiting:
+            vid = waiting.pop()
+            if vid not in self.used:
+                self.used.add(vid)
+                waiting += moved_from[vid]
+        self._members: dict[int, list[int]] = defaultdict(list)
+        self._ops: dict[int, dict[SeenOp, None]] = defaultdict(dict)
+        for vid in sorted(record.values):
+            value, root = record.values[vid], _root(self._parents, vid)
+            self._members[root].append(vid)
+            self._ops[root].update(dict.fromkeys(value.readers))
+            if value.producer is not None:
+                self._ops[root][value.producer] = None
+        self._known: set[int] = set()
+
+    def _join(self, one: int, other: int) -> None:
+        one, other = _root(self._parents, one), _root(self._parents, other)
+        if one != other:
+            self._parents[max(one, other)] = min(one, other)
+
+    def know(self, vid: int, find: Callable[[list[int]], None]) -> None:
+        """Call ``find`` for the family of a value, in order of appearance, unless that was done."""
+        root = _root(self._parents, vid)
+        if root not in self._known:
+            self._known.add(root)
+            find(self._members[root])
+
+    def forget(self, vid: int) -> None:
+        self._known.discard(_root(self._parents, vid))
+
+    def touch(self, vid: int) -> Iterable[SeenOp]:
+        """The ops around a family, of which something has changed."""
+        self.forget(vid)
+        return self._ops[_root(self._parents, vid)]
 
 
 _FLOAT_REASONS = {

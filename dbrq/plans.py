@@ -17,6 +17,7 @@ from .errors import QuantizationError
 from .kernels import PackedLinear, dequantize, ints
 from .mappings import Role
 from .plan_base import Plan
+from .ranges import seven_bits
 from .record import SeenOp
 from .recurrent import recurrent_weights, run_recurrent
 from .reference import run_float
@@ -166,7 +167,7 @@ class RecurrentPlan(Plan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         self._packed: tuple[Watched, dict[str, PackedLinear]] | None = None
-        self.reduce_range = bool(getattr(op.qconfig.activation(), "reduce_range", False))  # type: ignore[union-attr]
+        self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
 
     def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad(), _disabled():

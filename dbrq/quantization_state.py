@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .auto_trace import Came, InterceptedForward, ModelToken, RunCall
-from .errors import DeviationError
+from .errors import DeviationError, LoadError
 from .kernels import QParams, together
 from .mappings import OpRow, Spelling
+from .ranges import SAFE, WANTED, for_this_cpu, makes_sense
 from .record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
 from .sites import Site, Spot, site
+from .weights import check_entry
 
 
 class Part(Protocol):
@@ -57,6 +59,10 @@ class Hook(Protocol):
 
     def fits(self, bound: Sequence[Any]) -> bool: ...
 
+
+#: The tensors that hold qparams, in the order of the fields of ``QParams``.
+_QPARAMS = {"scale": torch.float32, "zero_point": torch.int64, "quant_min": torch.uint8, "quant_max": torch.uint8}
+_INTEGERS = tuple(_QPARAMS)[1:]
 
 #: A loop that runs on is looked ahead for this many ops at most.
 _AHEAD = 64
@@ -115,7 +121,8 @@ class AutoQuantizationState(nn.Module):
         calls: what was seen, call by call; each call holds the paths taken through it.
         observers: value key -> observer or fake quantize, for values first read here as int8.
         weight_fake_quants: op path -> fake quantize of its weight, in quantization aware training.
-        scale, zero_point: after conversion, the qparams of the values in ``slots``: float32 ``[n]`` and int64 ``[n]``.
+        scale, zero_point, quant_min, quant_max: after conversion, the qparams of the values in ``slots`` as the model
+            was made with them, each ``[n]``: float32, int64, and uint8 twice.
         parts: number of a call -> the module lowered for that call, for each origin of its inputs (lowering/parts.py).
         anchor: an empty parameter where conversion left the module none, for code that asks
             ``next(self.parameters())``.
@@ -136,9 +143,8 @@ class AutoQuantizationState(nn.Module):
         self.observers = nn.ModuleDict()
         self.weight_fake_quants = nn.ModuleDict()
         self.slots: dict[int, int] = {}
-        self.ranges: dict[int, tuple[int, int]] = {}
-        self.register_buffer("scale", torch.empty(0))
-        self.register_buffer("zero_point", torch.empty(0, dtype=torch.int64))
+        for name, dtype in _QPARAMS.items():
+            self.register_buffer(name, torch.empty(0, dtype=dtype))
         self.refresh()
 
     # What was seen
@@ -190,16 +196,48 @@ class AutoQuantizationState(nn.Module):
         """Hold the qparams of the values that ops here read or write."""
         self.refresh()
         self.slots = {key: slot for slot, key in enumerate(qparams)}
-        self.ranges = {key: (q.quant_min, q.quant_max) for key, q in qparams.items()}
-        self.scale = torch.tensor([q.scale for q in qparams.values()], dtype=torch.float32)
-        self.zero_point = torch.tensor([q.zero_point for q in qparams.values()], dtype=torch.int64)
+        for name, dtype in _QPARAMS.items():
+            setattr(self, name, torch.tensor([getattr(q, name) for q in qparams.values()], dtype=dtype))
+
+    def stored(self, key: int) -> QParams:
+        """qparams of a value as the model was made with them, on whatever CPU."""
+        slot = self.slots[key]
+        return QParams(float(self.scale[slot]), *(int(getattr(self, name)[slot]) for name in _INTEGERS))
 
     def qparams(self, key: Key) -> QParams:
-        """qparams of a value; of several values, those of their ranges together."""
+        """qparams of a value as this CPU computes with them; of several values, those of their ranges together."""
         if isinstance(key, tuple):
             return together([self.qparams(k) for k in key])
-        slot = self.slots[key]
-        return QParams(float(self.scale[slot]), int(self.zero_point[slot]), *self.ranges[key])
+        return for_this_cpu(self.stored(key))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a value was given more bits than CPUs without exact int8 products take."""
+        return bool((self.quant_max > SAFE).any())
+
+    def checked(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The qparams that ``load_state_dict`` is about to put in place; nothing has changed yet.
+
+        Raises:
+            LoadError: they are no qparams, or those of another model.
+        """
+        if "scale" in values and "quant_max" not in values and self.slots:
+            self.token.warn_once(
+                "bits of a state dict",
+                "dbrq: the state dict is of an older version and does not say how many bits its activations have: as "
+                "many as those of the model that it is loaded into, it is assumed",
+            )
+            values = {**values, "quant_min": self.quant_min, "quant_max": self.quant_max}
+        given = {name: values.get(name, getattr(self, name)) for name in _QPARAMS}
+        for name, tensor in given.items():
+            check_entry(tensor, getattr(self, name), self.path, name)
+        for slot, (scale, *integers) in enumerate(zip(*(tensor.tolist() for tensor in given.values()), strict=True)):
+            if not makes_sense(q := QParams(scale, *integers)):
+                raise LoadError(
+                    "the state dict holds no usable qparams", path=self.path, expected=WANTED, got=f"{q} at {slot}",
+                    hint="load the state dict of a converted copy of this model",
+                )  # fmt: skip
+        return values
 
     # Hooks
 
@@ -298,6 +336,13 @@ class AutoQuantizationState(nn.Module):
         """Forget what was derived from the qparams, since they may have changed."""
         self.parts = {}
         self.__dict__.update(_nothing_derived())
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        ranges = self.__dict__.pop("ranges", None)
+        if ranges is not None:  # of a file from before they were buffers
+            for i, name in enumerate(("quant_min", "quant_max")):
+                self.register_buffer(name, torch.tensor([ranges[key][i] for key in self.slots], dtype=_QPARAMS[name]))
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, **_nothing_derived()}

@@ -148,7 +148,7 @@ def report(model: nn.Module) -> Report:
     if state is None:
         raise ConfigurationError("report reads prepared, lowered and converted models", got=type(model).__name__)
     seen = state.token.record.ops
-    rows = [_row(op) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
+    rows = [_row(op, state.token) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
     for path, module in model.named_modules():
         found = LEAVES.get(type(module).forward)
@@ -179,9 +179,13 @@ def rows_as_json(rows: Iterable[ReportRow]) -> list[list]:
     return [list(dataclasses.astuple(row)) for row in rows]
 
 
-def _row(op: SeenOp) -> ReportRow:
+def _row(op: SeenOp, token: Any) -> ReportRow:
     d = op.decision
-    return ReportRow(op.path, op.op, d.precision, d.reason, d.kernel, op.macs, op.weighs)
+    kernel = d.kernel
+    for _, packed in token.packed_for(op).values() if op.row.role is Role.COMPUTE and op.weight is not None else ():
+        if packed.words:
+            kernel = packed.words + "".join(kernel.partition(" + ")[1:])
+    return ReportRow(op.path, op.op, d.precision, d.reason, kernel, op.macs, op.weighs)
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,30 @@ depended on is asserted in the graph: ranks and dtypes of the inputs, and every 
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import dataclasses
+import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .auto_trace import InterceptedForward
+from . import selfcheck
+from .agreement import INFORMATIVE, Outcome, Reference, Trial, WrongOp, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .auto_trace import InterceptedForward, logging_values
 from .capturing import capturing
-from .containers import call_arguments, tree_leaves, tree_map
-from .copies import uncompiled
-from .errors import QuantizationError, RewriteError, SeveralPathsError
+from .containers import call_arguments, tree_leaves
+from .copies import copied, uncompiled
+from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
 from .graph import GraphRecorder, Sizes, remove_dead
-from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned
+from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph_run import GraphRun
 from .guards import without_autocast
+from .quantization_state import AutoQuantizationState
 from .record import ModuleStep, Record, SeenOp, Tag
-from .report import sqnr
-from .watch import random_state_kept
+from .tensors import plain
 from .workflow import token_of
 
 
@@ -49,6 +51,8 @@ def rewrite(
     Raises:
         RewriteError: one graph cannot stand for the model, for the reason and the line that it names.
         DeviationError: the run leaves the path that ``prepare`` saw.
+        MismatchError: the converted model runs an op on a kernel that is wrong; graph and model are compared on the
+            example and on inputs like it.
 
     >>> import dbrq
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -68,6 +72,9 @@ class Recording:
         given: names of those placeholders that the example gives values for; the others have their defaults.
         decisions: how many values of tensors the code decided on.
         tags: who made each tensor that it returns.
+        draws: the model draws random numbers.
+        others: as ``inputs``, perturbed; None if the model or the graph do not take such inputs.
+        reference: the graph, run in float for ``trials``; None if it was not yet.
     """
 
     graph: fx.GraphModule
@@ -75,6 +82,16 @@ class Recording:
     given: frozenset[str]
     decisions: int
     tags: tuple[Tag, ...]
+    draws: bool = False
+    others: tuple | None = None
+    reference: Reference | None = None
+
+    def trials(self) -> list[Trial]:
+        """Calls of the graph to compare what is made of it on."""
+        found = [Trial("the example", self.inputs, 0 if self.draws else None)]
+        if self.others is not None:
+            found.append(Trial("perturbed inputs", self.others, 1 if self.draws else None))
+        return found
 
 
 @without_autocast()
@@ -90,17 +107,22 @@ def record(
     parting = where_paths_part(token.record, quantized.__dict__["forward"].path)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
-        with random_state_kept():
-            recording = _recorded(quantized, args, kwargs, inside)
+        recording = _recorded(quantized, args, kwargs, inside)
     except SeveralPathsError:  # it knows the very line that decides
         raise
-    except Exception as error:
-        raise (error if parting is None else parting) from None
+    except ERRORS_OF_CODE as error:
+        if parting is None or is_bug(error):
+            raise
+        raise parting from None
     if parting is not None:
         raise parting
-    _check_agreement(quantized, recording, args, kwargs, inside)
-    return recording
+    if not selfcheck.enabled():
+        return recording
+    return _agreeing(recording, Converted(quantized, inside), args, kwargs)
 
+
+#: Of a model's outputs, relative to their size: what changes more by rounding alone deserves a warning.
+_AMPLIFIED = 0.5
 
 _SEVERAL = "dbrq.lower lowers the parts of such a model and leaves the code that decides as it is"
 
@@ -132,81 +154,167 @@ def _step(step: SeenOp | ModuleStep) -> str:
     return f"the call of {step.module} ({step.line})"
 
 
-#: In dB. A graph differs from its model by values that are rounded otherwise, which deep random networks amplify.
-_AGREEMENT = 5.0
+class Converted:
+    """A converted model, called as often as one likes: what runs is a copy, replaced by another where a call left
+    traces in it.
+    """
+
+    def __init__(self, quantized: nn.Module, inside: Inside | None) -> None:
+        self.quantized, self.inside = quantized, inside
+        self._copy: nn.Module | None = None
+
+    def call(self, trial: Trial, written: Collection[str], changes: bool) -> tuple[dict[str, Any], list[str]]:
+        """What a call leaves behind, and what it would have warned of.
+
+        Args:
+            written: paths of tensors that the model's code writes to.
+            changes: it may write to its inputs, so that they are part of the outcome.
+        """
+        if self._copy is None:
+            tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
+            self._copy = copied(self.quantized, [t for name, t in tensors if name not in written])
+        model, self._copy = self._copy, None
+        intercepted: InterceptedForward = model.__dict__["forward"]
+        intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
+        args, kwargs = owned(trial.inputs)
+        before = _held(model)
+        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
+            if self.inside is None:
+                output = model(*args, **kwargs)
+            else:
+                output = InsideRun(intercepted, self.inside).run(intercepted, args, kwargs)
+        buffers = {name: operator.attrgetter(name)(model) for name in written}
+        found = outcome(output, _placed(intercepted, args, kwargs) if changes else None, buffers)
+        if _held(model) == before:
+            self._copy = model
+        return found, noted.new
 
 
-def _check_agreement(
-    quantized: nn.Module, recording: Recording, args: tuple, kwargs: dict, inside: Inside | None
-) -> None:
-    """Raise unless the graph gives what the model gives, on the example."""
-    outputs = []
-    with torch.inference_mode(False), torch.no_grad(), random_state_kept():
-        state = torch.get_rng_state()
-        for run in (
-            lambda: _run_copy(quantized, *_owned((args, kwargs)), inside),
-            lambda: copy.deepcopy(recording.graph)(*_owned(recording.inputs)),
-        ):
-            torch.set_rng_state(state)
-            leaves = tree_leaves(run())
-            outputs.append([leaf.flatten().float() for leaf in leaves if _is_float(leaf)])
-    expected, got = (torch.cat([torch.zeros(1), *leaves]) for leaves in outputs)
-    if expected.shape == got.shape:
-        if not torch.isfinite(expected).all() or not expected.any():
-            return
-        decibels = sqnr(expected, got)
-        if decibels >= _AGREEMENT:
-            return
-        if _amplifies_rounding(quantized, args, kwargs, inside, expected):
-            warnings.warn(
-                f"dbrq: graph and model agree to {decibels:.1f} dB only, and the model agrees as little with itself "
-                "when its inputs change by a thousandth",
-                stacklevel=2,
-            )
-            return
-    raise RewriteError(
-        "the graph does not give what the model gives for the example", path="",
-        expected=f"{_AGREEMENT} dB or more",
-        got="another shape" if expected.shape != got.shape else f"{sqnr(expected, got):.1f} dB",
-        hint="the model does what no graph follows: keep using the converted model, and please report it",
-    )  # fmt: skip
+def _held(model: nn.Module) -> list[tuple]:
+    """What the modules of a model hold, so that two lists differ if its code changed anything of it."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), -1 if value.is_inference() else value._version
+        if isinstance(value, (list, tuple, set, dict)):
+            return id(value), len(value), *map(id, value.values() if isinstance(value, dict) else value)
+        return value if isinstance(value, (bool, int, float, str)) else id(value)
+
+    return [
+        (path, name, shown(value)) for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
+        for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
+    ]  # fmt: skip
 
 
-def _run_copy(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Any:
-    """What a converted model gives, which is left as it is."""
-    model = copy.deepcopy(quantized)
-    if inside is None:
-        return model(*args, **kwargs)
-    intercepted: InterceptedForward = model.__dict__["forward"]
-    return InsideRun(intercepted, inside).run(intercepted, args, kwargs)
+class _Noted(set):
+    """What a model has warned of already, as far as it can tell: everything."""
+
+    def __init__(self, before: Iterable[str]) -> None:
+        super().__init__(before)
+        self.new: list[str] = []
+
+    def __contains__(self, what: object) -> bool:
+        if not super().__contains__(what):
+            self.new.append(str(what))
+        return True
 
 
-def _amplifies_rounding(
-    quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, expected: Tensor
-) -> bool:
-    """Whether the model itself strays as far when float inputs change by a thousandth, as deep random networks do.
+def _placed(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments in the order of the graph's placeholders."""
+    signature = intercepted.__signature__
+    return [value for _, value, _, _, _ in placeholders_of(signature, signature.bind(*args, **kwargs))]
 
-    A thousandth is a quarter of an 8-bit step: less could be lost as the inputs are quantized.
+
+def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: dict) -> Recording:
+    """The recording, with perturbed inputs for trials; raises unless graph and model agree on all of them."""
+    reference = Reference(recording.graph)
+    example = recording.trials()[0]
+    reference.expected(example)
+    given = dataclasses.replace(example, inputs=(args, kwargs))
+    got, warned = converted.call(given, reference.changed, reference.writes)
+    _compare(converted, reference, example, given, got)
+    found = _on_other_inputs(recording, converted, reference, args, kwargs, warned)
+    if found is None:
+        return dataclasses.replace(recording, reference=reference)
+    other, call, got = found
+    _compare(converted, reference, other, call, got)
+    return dataclasses.replace(recording, others=other.inputs, reference=reference)
+
+
+def _on_other_inputs(
+    recording: Recording, converted: Converted, reference: Reference, args: tuple, kwargs: dict, warned: list[str]
+) -> tuple[Trial, Trial, dict[str, Any]] | None:
+    """Perturbed inputs that model and graph take, for the graph and for the model, and what the model gives; None if
+    there are none: integers may mean sizes or sorted indices, and code may decide on any value.
+    """
+    intercepted: InterceptedForward = converted.quantized.__dict__["forward"]
+    for integers in (True, False):
+        other = perturbed((args, kwargs), integers)
+        inputs = tuple(_placed(intercepted, *other)[: len(recording.inputs)])
+        trial = dataclasses.replace(recording.trials()[0], words="perturbed inputs", inputs=inputs)
+        if trial.seed is not None:
+            trial = dataclasses.replace(trial, seed=1)
+        call = dataclasses.replace(trial, inputs=other)
+        try:
+            got, now = converted.call(call, reference.changed, reference.writes)
+            if now != warned:
+                continue
+            reference.expected(trial)
+        except ERRORS_OF_CODE as error:
+            if is_bug(error):
+                raise
+            continue
+        return trial, call, got
+    return None
+
+
+def _compare(converted: Converted, reference: Reference, trial: Trial, call: Trial, got: Outcome) -> None:
+    """Raise unless the converted model gives what the graph does; say which op of which is wrong.
 
     Args:
-        expected: its float outputs for ``args`` and ``kwargs`` in a row, after one 0.
+        trial, call: the inputs, for the graph and for the model.
     """
-    generator = torch.Generator().manual_seed(0)
+    found = reference.difference(trial, got)
+    noise = reference.noise(trial)
+    if found is None and noise < INFORMATIVE:
+        return
+    wrong = _wrong_op(converted, reference, trial, call)
+    if wrong is not None:
+        raise MismatchError(
+            "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
+            op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
+            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
+            "this op in float (qconfig None), and please report it",
+        )  # fmt: skip
+    if found is not None:
+        raise RewriteError(
+            f"the graph does not give what the model gives for {trial.words}", path="",
+            expected=f"{found.where}: {found.expected}", got=found.got,
+            hint="each op of the model is right by itself, but the model does what no graph follows: keep using the "
+            "converted model, and please report it",
+        )  # fmt: skip
+    if noise > _AMPLIFIED:
+        warnings.warn(
+            "dbrq: values that are rounded otherwise change what this model gives by "
+            f"{noise:.0%}; that graph and model agree was shown op by op",
+            stacklevel=2,
+        )
 
-    def nudged(leaf: Any) -> Any:
-        if not _is_float(leaf):
-            return leaf
-        return leaf * (1 + 1e-3 * torch.randn(leaf.shape, generator=generator)).to(leaf.dtype)
 
-    with torch.inference_mode(False), torch.no_grad(), random_state_kept():
-        args, kwargs = tree_map(nudged, _owned((args, kwargs)))
-        output = _run_copy(quantized, args, kwargs, inside)
-        got = torch.cat([torch.zeros(1), *(leaf.flatten().float() for leaf in tree_leaves(output) if _is_float(leaf))])
-    return got.shape == expected.shape and sqnr(expected, got) < _AGREEMENT + 5
+def _wrong_op(converted: Converted, reference: Reference, trial: Trial, call: Trial) -> WrongOp | None:
+    """The first op of the converted model that is wrong for the very inputs it had there."""
+    values: dict[str, list[Tensor]] = {}
 
+    def keep(op: SeenOp, value: Any) -> None:
+        if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
+            with torch._C.DisableTorchFunction():
+                values.setdefault(op.path, []).append(plain(value).detach().clone())
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
+    with logging_values(keep):
+        converted.call(call, (), False)
+    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values}
+    once = {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1}
+    return reference.wrong_op(trial, once)
 
 
 def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Recording:
@@ -214,21 +322,29 @@ def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | 
         return _free_of_values(quantized, args, kwargs, inside, Sizes.FREE)
     except QuantizationError:
         raise
-    except Exception as error:  # some code wants truth values or sizes to be bools or ints and nothing like them
-        with contextlib.suppress(Exception):
-            return _free_of_values(quantized, args, kwargs, inside, Sizes.COMPARED)
-        try:
-            recording = _free_of_values(quantized, args, kwargs, inside, Sizes.FIXED)
-        except QuantizationError:
+    except ERRORS_OF_CODE as error:  # some code wants truth values or sizes to be bools or ints and nothing like them
+        if is_bug(error):
             raise
-        except Exception:
-            raise error from None
-        warnings.warn(
-            "dbrq: the graph holds for the shapes of the example only; the model's code does not take sizes that are "
-            f"no plain ints: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return recording
+        failed = error
+    try:
+        return _free_of_values(quantized, args, kwargs, inside, Sizes.COMPARED)
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
+    try:
+        recording = _free_of_values(quantized, args, kwargs, inside, Sizes.FIXED)
+    except QuantizationError:
+        raise
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
+        raise failed from None
+    warnings.warn(
+        "dbrq: the graph holds for the shapes of the example only; the model's code does not take sizes that are "
+        f"no plain ints: {type(failed).__name__}: {failed}",
+        stacklevel=2,
+    )
+    return recording
 
 
 def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
@@ -239,8 +355,13 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Ins
     except SeveralPathsError as error:
         failed = error
     if recording is None or recording.decisions:
-        with contextlib.suppress(Exception), capturing():
-            other = _record(quantized, args, kwargs, inside, sizes)
+        try:
+            with capturing():
+                other = _record(quantized, args, kwargs, inside, sizes)
+        except ERRORS_OF_CODE as error:  # that path is not for every kind of capturing
+            if is_bug(error):
+                raise
+        else:
             if recording is None or other.decisions < recording.decisions:
                 return other
     if recording is None:
@@ -249,15 +370,15 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Ins
 
 
 def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
-    with torch.inference_mode(False):
-        model = copy.deepcopy(quantized)  # the run may leave traces in it
-        args, kwargs = _owned((args, kwargs))
+    kept = [t for name, t in quantized.named_buffers() if t.dtype is torch.int8]  # nothing but dbrq has to do with them
+    model = copied(quantized, kept)  # the run may leave traces in it
+    args, kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, args, kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), random_state_kept_if_drawn() as drawing:
         output = run.record(intercepted, inputs.args, inputs.kwargs)
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     tags = tuple(None if k is None else k.tag for k in known)
@@ -270,13 +391,7 @@ def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | No
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
     graph.meta["decisions"] = tuple(recorder.decisions)
     given = frozenset(name for name, _, _, is_given, _ in inputs.placeholders if is_given)
-    return Recording(graph.eval(), inputs.example, given, recorder.value_decisions, tags)
-
-
-def _owned(inputs: Any) -> Any:
-    """A copy of the inputs that may be changed, made of ordinary tensors."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf,
-                    copy.deepcopy(inputs))  # fmt: skip
+    return Recording(graph.eval(), inputs.example, given, recorder.value_decisions, tags, drawing.drew)
 
 
 def _name_leaves(model: nn.Module, recorder: GraphRecorder) -> None:

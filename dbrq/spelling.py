@@ -1,4 +1,9 @@
-"""How a recorded call is written in a graph, so that it reads well and TorchScript takes it."""
+"""How a recorded call is written in a graph, so that it reads well and TorchScript takes it.
+
+TorchScript types a call by the schemas of the aten operator that bears the function's name, or by the function's own
+annotations. Python's spellings are wider: ints for floats, several tensors for a list of them, numpy's keywords, methods
+for casts. ``spelled`` writes a call as a schema has it; ``scriptable`` says whether there is such a way at all.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,11 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .symbols import Traced
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and", "or", "xor", "lshift", "rshift")
 _DUNDERS: dict[str, tuple[Callable, bool]] = {
@@ -41,11 +49,20 @@ _INPLACE_DUNDERS = {f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul",
 _OPERATORS = {getattr(Tensor, name): spelled for name, spelled in _DUNDERS.items() if hasattr(Tensor, name)}
 _INPLACE = {getattr(Tensor, name): method for name, method in _INPLACE_DUNDERS.items() if hasattr(Tensor, name)}
 #: Functions that take their tensors one by one, and in TorchScript as a list.
-_VARIADIC = frozenset({"meshgrid", "broadcast_tensors", "cartesian_prod", "block_diag", "atleast_1d", "atleast_2d",
-                       "atleast_3d"})  # fmt: skip
+_VARIADIC = frozenset({"meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"})
+#: Those of them that take no list in Python -> the operator that does.
+_LISTED = {name: getattr(torch.ops.aten, name) for name in ("broadcast_tensors", "cartesian_prod", "block_diag")}
+#: Functions that give views, which their schemas do not say -> those of which they do.
+_SAFE = {"unsafe_chunk": "chunk", "unsafe_split": "split", "unsafe_split_with_sizes": "split_with_sizes"}
 _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
-_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim"}
-_TO_DTYPE = {"bool": torch.bool, "bfloat16": torch.bfloat16}
+#: numpy's keywords, which torch takes where a parameter has the other name.
+_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
+#: Methods that cast, which TorchScript lacks.
+_TO_DTYPE = {
+    "bool": torch.bool, "byte": torch.uint8, "char": torch.int8, "short": torch.int16, "int": torch.int32,
+    "long": torch.int64, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64,
+    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128,
+}  # fmt: skip
 
 #: Functions that take sizes, which may be tensors of one integer where Python's numbers are meant -> the first of those
 #: arguments.
@@ -55,6 +72,9 @@ TAKE_SIZES = {
                      "broadcast_to", "as_strided", "pad"), 1),
 }  # fmt: skip
 
+_HOLDABLE = (bool, int, float, complex, str, Tensor, slice, torch.dtype, torch.device, torch.layout, torch.memory_format,
+             torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray)  # fmt: skip
+
 Spelled = tuple[str, Any, list, dict]
 """Kind of node, target, positional arguments, keyword arguments."""
 
@@ -62,36 +82,83 @@ Spelled = tuple[str, Any, list, dict]
 def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     """How to write ``function(*args, **kwargs)``."""
     given = list(args)
+    name = name_of(function)
     options = {
-        _ALIASES.get(k, k): v
+        _renamed(k, name): v
         for k, v in kwargs.items()
         if k not in _DROPPED and not (k in ("out", "dtype") and v is None)
     }
-    name = getattr(function, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, [given[0], function.__self__.__name__], {}  # type: ignore[attr-defined]
     if function in _OPERATORS:
         return _operator(*_OPERATORS[function], given)
     if function in _INPLACE:
         return "call_method", _INPLACE[function], given, {}
+    if name == "nonzero" and (options.pop("as_tuple", False) or given[1:] == [True]):
+        return "call_function", torch.ops.aten.nonzero_numpy, given[:1] or [options["input"]], {}
     if is_method(function):
-        if not given:
-            given = [options.pop("self", None) if "self" in options else options.pop("input")]
-        if name in _TO_DTYPE:
-            return "call_method", "to", [given[0], _TO_DTYPE[name]], {}
-        if name == "norm" and options.get("p") == "fro":
-            options["p"] = 2
-        return "call_method", name, given, options
+        return _method(name, given, options)
+    if isinstance(function, torch._ops.OpOverload):
+        function = function.overloadpacket
     if name == "einsum" and (len(given) > 2 or not isinstance(given[1], (list, tuple))):
         given = [given[0], list(given[1:])]
+    if name == "einsum" and (order := _only_permutes(given[0])) is not None:
+        return "call_method", "permute", [given[1][0], order], {}
+    if name in _SAFE:
+        function = getattr(torch, _SAFE[name])
     if name in _VARIADIC and given and isinstance(given[0], Tensor):
         given = [list(given)]
+    if name in _LISTED and function is getattr(torch, name):
+        return "call_function", _LISTED[name], [list(given)], {}
     if function is torch.tensor and given and isinstance(given[0], (list, tuple)) and _is_empty(given[0]):
         # An empty list is one of tensors to TorchScript.
         return "call_function", torch.zeros, [list(torch.tensor(given[0]).shape)], options
     if name.startswith("avg_pool"):
         given, options = _with_stride(given, options)
-    return "call_function", function, *_with_floats(function, given, options)
+    return "call_function", function, *_typed(function, given, options)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, a method, or an operator without its overload."""
+    return getattr(function, "__name__", "").partition(".")[0]
+
+
+def _renamed(keyword: str, name: str) -> str:
+    """A keyword as the function's schemas have it."""
+    other = _ALIASES.get(keyword, keyword)
+    if other == keyword or any(a.name == keyword for schema in _schemas(name) for a in schema.arguments):
+        return keyword
+    return other
+
+
+def _method(name: str, given: list, options: dict) -> Spelled:
+    if not given:
+        given = [options.pop("self", None) if "self" in options else options.pop("input")]
+    if name in _TO_DTYPE:
+        return "call_method", "to", [given[0], _TO_DTYPE[name]], options
+    if name == "type":
+        return "call_method", "to", [given[0], dtype_named(given[1] if given[1:] else options["dtype"])], {}
+    if name == "norm" and options.get("p") == "fro":
+        options["p"] = 2
+    if name == "view" and isinstance(dtype := [*given[1:], *options.values()][0], torch.dtype):
+        if dtype is given[0].dtype:  # which TorchScript has no word for
+            return "call_method", "view_as", [given[0], given[0]], {}
+        return "call_method", name, given[:1], {"dtype": dtype}  # the only word by which it is no size
+    return "call_method", name, *_conforming(name, given, options)
+
+
+def dtype_named(wanted: Any) -> torch.dtype:
+    """The dtype that ``x.type(wanted)`` means: a dtype, a class of old like ``torch.FloatTensor``, or its name."""
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted.removeprefix("torch."))
+    return wanted if isinstance(wanted, torch.dtype) else wanted.dtype
+
+
+def _only_permutes(equation: Any) -> list[int] | None:
+    """The order of axes that an ``einsum`` of one tensor gives, if that is all it does; None for others."""
+    read, _, made = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    plain = made.isalpha() and len(set(made)) == len(made)
+    return [read.index(axis) for axis in made] if plain and sorted(read) == sorted(made) else None
 
 
 def _operator(target: Callable, reflected: bool, given: list) -> Spelled:
@@ -128,40 +195,119 @@ def _with_stride(given: list, options: dict) -> tuple[list, dict]:
     return given, options
 
 
-def _with_floats(function: Callable, given: list, options: dict) -> tuple[list, dict]:
-    """ints where TorchScript's signature has float."""
-    names, floats = _signature(function)
-    if not floats:
-        return given, options
-    given = [_as_float(v) if i < len(names) and names[i] in floats else v for i, v in enumerate(given)]
-    return given, {k: _as_float(v) if k in floats else v for k, v in options.items()}
+# Types
+
+
+def _typed(function: Callable, given: list, options: dict) -> tuple[list, dict]:
+    """Arguments of the types that TorchScript's signature has."""
+    if not inspect.isfunction(function):
+        return _conforming(name_of(function), given, options)
+    names, hints = _annotations(function)
+    given = [_as_annotated(v, hints.get(name, "")) for v, name in zip(given, names, strict=False)] + given[len(names) :]
+    return given, {k: _as_annotated(v, hints.get(k, "")) for k, v in options.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _annotations(function: Callable) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of a function's parameters, and their annotations as text."""
+    try:
+        parameters = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function)
+    except (TypeError, ValueError, NameError):
+        return (), {}
+    return tuple(parameters), {n: "float" if n == "scale_factor" else str(hints.get(n, "")) for n in parameters}
+
+
+def _as_annotated(value: Any, hint: str) -> Any:
+    if "float" in hint and "int" not in hint:
+        return _as_float(value)
+    if "Tensor" in hint and isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+        return torch.tensor(value)  # as lengths of sequences may be given
+    return value
 
 
 def _as_float(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_float(v) for v in value]
+    if isinstance(value, Traced):
+        return value * 1.0 if type(value.value) is int else value
     return float(value) if type(value) is int else value
 
 
 @functools.lru_cache(maxsize=1024)
-def _signature(function: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of a function's parameters, and those that are floats."""
-    if inspect.isfunction(function):
-        try:
-            parameters = inspect.signature(function).parameters
-            hints = typing.get_type_hints(function)
-        except (TypeError, ValueError, NameError):
-            return (), frozenset()
-        floats = {n for n in parameters if "float" in str(hints.get(n, "")) and "int" not in str(hints.get(n, ""))}
-        floats |= {n for n in parameters if n == "scale_factor"}
-        return tuple(parameters), frozenset(floats)
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{getattr(function, '__name__', '')}")
-    schemas = [s for s in schemas if "out" not in s.overload_name]
-    if not schemas:
-        return (), frozenset()
-    first = schemas[0].arguments
-    floats = {a.name for a in first if str(a.type) in ("float", "Optional[float]")}
-    return tuple(a.name for a in first), frozenset(floats)
+def _schemas(name: str) -> tuple[Any, ...]:
+    """The schemas of an aten operator, all overloads but those that write to ``out``."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return tuple(s for s in schemas if "out" not in s.overload_name)
+
+
+def _conforming(name: str, given: list, options: dict) -> tuple[list, dict]:
+    """Arguments as the first schema that takes them has them; as they are, if none does."""
+    for schema in _schemas(name):
+        named = {a.name: a for a in schema.arguments}
+        arguments = [a for a in schema.arguments if not a.kwarg_only][: len(given)]
+        keywords = [named.get("self" if k == "input" and "self" in named else k) for k in options]
+        if len(arguments) < len(given) or None in keywords:
+            continue
+        types = [str(a.type) for a in (*arguments, *keywords)]  # type: ignore[union-attr]
+        if all(map(_fits, (*given, *options.values()), types)):
+            converted = [_converted(v, t) for v, t in zip((*given, *options.values()), types, strict=True)]
+            return converted[: len(given)], dict(zip(options, converted[len(given) :], strict=True))
+    return given, options
+
+
+#: Type in a schema -> what Python passes there. Enumerations are ints to TorchScript.
+_TAKEN: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor,),
+    "bool": (bool,),
+    "int": (int, torch.dtype, torch.layout, torch.memory_format),
+    "float": (int, float),
+    "number": (int, float, complex),
+    "str": (str,),
+}
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    """Whether Python takes ``value`` where a schema has the type ``wanted``."""
+    if wanted.startswith("Optional["):
+        return value is None or _fits(value, wanted[9:-1])
+    if wanted.startswith("List["):
+        inner = wanted[5:-1]
+        if isinstance(value, (list, tuple)):
+            return all(_fits(v, inner) for v in value)
+        return inner in ("int", "float") and isinstance(value, (int, float)) and _fits(value, inner)
+    return isinstance(value, _TAKEN.get(wanted, object))  # type: ignore[arg-type]
+
+
+def _converted(value: Any, wanted: str) -> Any:
+    return _as_float(value) if wanted.replace("Optional[", "").replace("List[", "").startswith("float") else value
+
+
+# What TorchScript has
+
+
+@functools.lru_cache(maxsize=1024)
+def scriptable(function: Callable) -> bool:
+    """Whether TorchScript has, or can compile, a function that torch wrote in Python; True for any other."""
+    if not inspect.isfunction(function):
+        return True
+    if is_method(function):  # what aten has under its name may give other results
+        return function in _OPERATORS or function in _INPLACE
+    if (builtin := torch.jit._builtins._find_builtin(function)) is not None:
+        return bool(_schemas(builtin.removeprefix("aten::")))
+    name = torch._jit_internal._qualified_name(function)
+    if function in torch._jit_internal.boolean_dispatched or torch._jit_internal._get_fn_overloads(name):
+        return True
+    try:
+        torch.jit.frontend.get_jit_def(function, function.__name__)
+    except (torch.jit.frontend.FrontendError, OSError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def holdable(leaf: Any) -> bool:
+    """Whether a graph can hold a value that a function is given."""
+    return leaf is None or leaf is Ellipsis or isinstance(leaf, _HOLDABLE) or hasattr(leaf, "item")
 
 
 def is_method(function: Callable) -> bool:

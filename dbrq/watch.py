@@ -40,9 +40,9 @@ from .mappings import (
     function_name,
     is_torch_leaf,
     leaf_row,
-    mutates,
     reads_values,
 )
+from .op_facts import mutates
 from .record import (
     VARYING_NUMBERS,
     ModuleStep,

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import QuantizationError
+from .errors import LoadError, QuantizationError
 from .kernels import along, quantize_weight
 from .mappings import Role
+from .ranges import are_scales
 from .record import ParameterRef, Record, SeenOp, Step
 from .tensors import Int8Weight, geometry_of
 
@@ -152,6 +153,57 @@ def source_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> tuple[dict, s
     return (module._parameters if ref.name in module._parameters else module._buffers), ref.name
 
 
+def check_entry(given: Any, held: Tensor, path: str, name: str) -> None:
+    """Raise unless a tensor of a state dict can take the place of one that an int8 model holds.
+
+    Torch would cast and broadcast it, and say so or not after half of the model has changed.
+    """
+    if not isinstance(given, Tensor) or given.layout is not torch.strided or given.is_meta:
+        got = type(given).__name__ if not isinstance(given, Tensor) else f"{given.layout} on {given.device}"
+    elif given.shape != held.shape or given.dtype is not held.dtype:
+        got = f"{given.dtype} {list(given.shape)}"
+    else:
+        return
+    raise LoadError(
+        f"{name} in the state dict is not what the int8 model holds", path=path,
+        expected=f"{held.dtype} {list(held.shape)}", got=got,
+        hint="load the state dict of a converted copy of this model; of a float one, convert the model it is for",
+    )  # fmt: skip
+
+
+def check_weights(module: nn.Module, path: str, values: dict[str, Any]) -> None:
+    """Raise unless ``values``, by name, can take the place of what the module's int8 weights consist of."""
+    for integers in [name for name in module._buffers if name.endswith("_int8")]:
+        stem = integers.removesuffix("_int8")
+        for name in (integers, f"{stem}_scale", f"{stem}_zero_point"):
+            held = module._buffers.get(name)
+            if held is None or name not in values:
+                continue
+            check_entry(values[name], held, path, name)
+            fine = are_scales(values[name]) if name.endswith("_scale") else bool(values[name].isfinite().all())
+            if not fine:
+                raise LoadError(
+                    f"{name} in the state dict is not finite, or not positive", path=path,
+                    expected="positive scales that float32 holds to full precision, finite zero points",
+                    got=f"from {values[name].min().item()} to {values[name].max().item()}",
+                    hint="load the state dict of a converted copy of this model",
+                )  # fmt: skip
+
+
+def _check_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What ``load_state_dict`` of one layer calls before anything of it changes."""
+    values = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    check_weights(module, prefix.rstrip("."), values)
+
+
+def _hold(module: nn.Module, name: str, values: dict[str, Tensor]) -> None:
+    """Register what an int8 weight consists of."""
+    if not any(held.endswith("_int8") for held in module._buffers):
+        module.register_load_state_dict_pre_hook(_check_load)
+    for suffix, tensor in values.items():
+        module.register_buffer(f"{name}_{suffix}", tensor)
+
+
 def convert_weights(
     record_ops: Sequence[SeenOp],
     record: Record,
@@ -183,8 +235,7 @@ def convert_weights(
         axis = found.pop() if len(found) == 1 else None
         values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
         axes[key] = axis if values["scale"].numel() > 1 else None
-        for suffix, tensor in values.items():
-            owner.register_buffer(f"{key[1]}_{suffix}", tensor)
+        _hold(owner, key[1], values)
         if key not in needed and key not in record.computed:
             for path, name in record.parameter_names.get(key, [key]):
                 _forget(modules[path], name)
@@ -200,8 +251,7 @@ def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> 
         observer(parameter.detach())
         scale, _ = observer.calculate_qparams()
         scale = scale.to(torch.float32).expand(parameter.shape[0]).contiguous()
-        module.register_buffer(f"{name}_int8", _symmetric(parameter.detach(), scale, 0, observer))
-        module.register_buffer(f"{name}_scale", scale)
+        _hold(module, name, {"int8": _symmetric(parameter.detach(), scale, 0, observer), "scale": scale})
         _forget(module, name)
         module.__dict__[name] = Int8Weight.whole(module, name, 0)
     if isinstance(module, nn.RNNBase):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .copies import (
 )
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
 from .guards import check_ready, freeze, without_autocast
-from .kernels import QParams
+from .kernels import QParams, has_exact_int8_dot
 from .mappings import Role
 from .observers import observed
 from .observing import Observing
@@ -34,6 +35,7 @@ from .paths import Joined, Union
 from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, as_mapping, kind
 from .quantization_state import AutoQuantizationState, Hook
+from .ranges import WANTED, is_narrow, makes_sense
 from .record import Key, Record, SeenOp, Tag
 from .recurrent import recurrent_weights
 from .watch import Watch, intercept, watch
@@ -76,7 +78,7 @@ class QuantizedModelToken(ModelToken):
         self._kept: dict[Tag, tuple[str, Key]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": {}, "_kept": None, "lock": None}
+        return {**self.__dict__, "_packed": {}, "_kept": None, "lock": None, "warned": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, lock=threading.RLock())
@@ -126,6 +128,19 @@ class QuantizedModelToken(ModelToken):
                 state = self.states[op.owner]
                 return None if state.opaque else state.plan(op)
         return None
+
+    def warn_of_saturation(self) -> None:
+        """Say so where this CPU computes with fewer bits than the model was made with."""
+        if self.phase != "int8" or has_exact_int8_dot():
+            return
+        dynamic = (op.qconfig for op in self.record.hooked() if op.decision.mode == "dynamic" and op.qconfig)
+        if any(s.is_wide for s in self.states.values()) or not all(is_narrow(q.activation()) for q in dynamic):
+            self.warn_once(
+                "7 bits",
+                "dbrq: the model was made with 8-bit activations, and int8 products of this CPU saturate unless they "
+                "have 7: here it is computed with 7. For more precision where it runs on such CPUs only, calibrate "
+                "again with default_qconfig_mapping(reduce_range=True)",
+            )
 
     # What hooks need to know
 
@@ -314,6 +329,25 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
     return placement
 
 
+@contextlib.contextmanager
+def undone_on_failure(token: QuantizedModelToken) -> Iterator[None]:
+    """Put the decisions, observers and fixed qparams of a prepared model back if the block fails."""
+    names = ("keys", "observers", "observing", "fixed_qparams")
+    held = {name: getattr(token, name) for name in names}
+    decisions = [(op, op.decision) for op in token.record.ops]
+    states = [(state, state.observers, state.weight_fake_quants) for state in token.states.values()]
+    try:
+        yield
+    except BaseException:
+        token.__dict__.update(held)
+        for op, decision in decisions:
+            op.decision = decision
+        for state, observers, weight_fake_quants in states:
+            state.observers, state.weight_fake_quants = observers, weight_fake_quants
+            state.refresh()
+        raise
+
+
 def calibrate(
     prepared: nn.Module,
     data: Iterable[Any],
@@ -419,6 +453,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             parameter.requires_grad_(False)
         parameter.grad = None
     freeze(target.eval())
+    token.warn_of_saturation()
     return target
 
 
@@ -496,13 +531,17 @@ def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
     low, high = (low, high) if low is not None and high is not None else ((-128, 127) if signed else (0, 255))
     shift = 128 if signed else 0
     value, zero = float(scale), int(zero_point)
-    if not (0 < value < float("inf")):
-        raise QuantizationError("an observer gave a scale that is not positive", path=op.owner, op=op.path, got=value)
     if not 0 <= low + shift <= high + shift <= 255:
         raise ConfigurationError(
             "kernels take 8 bits", path=op.owner, op=op.path, expected="a range within 8 bits", got=(low, high)
         )
-    return QParams(value, zero + shift, low + shift, high + shift)
+    q = QParams(value, zero + shift, low + shift, high + shift)
+    if not makes_sense(q):
+        raise QuantizationError(
+            "an observer gave qparams that cannot be used", path=op.owner, op=op.path, expected=WANTED, got=q,
+            hint="check its calibration, or set the op's qconfig to None",
+        )  # fmt: skip
+    return q
 
 
 def quantize(

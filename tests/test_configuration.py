@@ -230,6 +230,7 @@ def test_the_mapping_is_not_changed():
     assert repr(mapping.to_dict()) == repr(before) and {k: id(v) for k, v in vars(mapping).items()} == ids
 
 
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max")
 @pytest.mark.parametrize(
     "mapping",
     [

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 import dbrq
 from dbrq.attachment import state_of
 from dbrq.kernels import SUPPORTED_POST_OPS
-from dbrq.mappings import FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row, mutates, reads_values
+from dbrq.mappings import FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row, reads_values
+from dbrq.op_facts import mutates
 
 EVERYTHING = QConfigMapping().set_global(get_default_qconfig("onednn"))
 BY_NAME = {row.name: row for row in TABLE}

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,6 +268,128 @@ def test_qparams_that_make_no_sense_are_told(model, x, change, tmp_path):
     recipe["values"][key].update(change)
     with pytest.raises(RecipeError, match=key):
         loaded(model, x, recipe, tmp_path / "edited.json")
+
+
+ODD_SCALES = ["1" + "0" * 400, "1e400", "Infinity", "-Infinity", "NaN", "1e-45", "1e-39", "3e38", "true", '"1"', "[1]"]
+ODD_INTEGERS = ["3.5", "3.0", "true", "null", "-1", "256", "1" + "0" * 400, "1" + "0" * 5000, "NaN", '"3"', "{}"]
+ODD_NUMBERS = [("scale", n) for n in ODD_SCALES] + [(f, n) for f in ("zero_point", "quant_max") for n in ODD_INTEGERS]
+
+
+@pytest.fixture(scope="module")
+def once():
+    """A prepared model that all may fail to load recipes into, and a recipe of it."""
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(EXAMPLE)
+    prepared = convert(model, x).prepared
+    with tempfile.TemporaryDirectory() as folder:
+        return prepared, saved(prepared, Path(folder) / "recipe.json")
+
+
+@pytest.mark.parametrize("field, number", ODD_NUMBERS)
+def test_numbers_that_are_none_are_told(once, field, number, tmp_path):
+    """Some gave bare errors, some were cast, and denormal scales loaded and failed when the model ran."""
+    prepared, recipe = once[0], copy.deepcopy(once[1])
+    key = next(iter(recipe["values"]))
+    recipe["values"][key][field] = "HERE"
+    (tmp_path / "edited.json").write_text(json.dumps(recipe).replace('"HERE"', number))
+    with pytest.raises(RecipeError) as error:
+        dbrq.load_recipe(prepared, tmp_path / "edited.json")
+    assert f"value {key}" in str(error.value) and len(str(error.value)) < 1000
+
+
+TEXTS = {
+    "deep lists": "[" * 100_000,
+    "deep objects": '{"a":' * 100_000,
+    "a name twice": '{"dbrq recipe": 1, "values": {}, "values": {}, "ops": []}',
+    "a value twice": '{"dbrq recipe": 1, "values": {"1": {"scale": 1}, "1": {"scale": 2}}, "ops": []}',
+    "a version that is true": '{"dbrq recipe": true, "values": {}, "ops": []}',
+    "a value that is not quite a number": '{"dbrq recipe": 1, "values": {"\u00b2": {}}, "ops": []}',
+    "a value with a leading zero": '{"dbrq recipe": 1, "values": {"01": {}}, "ops": []}',
+    "a value of many digits": '{"dbrq recipe": 1, "values": {"' + "1" * 5000 + '": {}}, "ops": []}',
+    "a value that is a list": '{"dbrq recipe": 1, "values": {"1": []}, "ops": []}',
+    "an op without a name": '{"dbrq recipe": 1, "values": {}, "ops": [{"path": "conv1"}]}',
+    "an op that is a number": '{"dbrq recipe": 1, "values": {}, "ops": [3]}',
+    "a number": "3",
+    "null": "null",
+    "two documents": "{} {}",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_odd_files_are_told(once, name, tmp_path):
+    (tmp_path / "recipe.json").write_text(TEXTS[name], encoding="utf-8")
+    with pytest.raises(RecipeError):
+        dbrq.load_recipe(once[0], tmp_path / "recipe.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"\xff\xfe{\x00}\x00", b"PK\x03\x04", bytes(range(256))])
+def test_other_bytes_are_told(once, content, tmp_path):
+    (tmp_path / "recipe.json").write_bytes(content)
+    for path in (tmp_path / "recipe.json", tmp_path):
+        with pytest.raises(RecipeError):
+            dbrq.load_recipe(once[0], path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "int4"},
+        {"precision": None},
+        {"precision": 8},
+        {"reason": ["no"], "precision": "float"},
+        {"inputs": {}},
+        {"inputs": None},
+        {"inputs": [{"precision": "int16"}]},
+        {"inputs": [{}]},
+        {"inputs": ["int8"]},
+        {"op": 3},
+        {"path": None},
+    ],
+)
+def test_what_an_op_cannot_be_is_told_by_name(once, change, tmp_path):
+    recipe = copy.deepcopy(once[1])
+    number = recipe["ops"].index(entry(recipe, "conv2"))
+    recipe["ops"][number].update(change)
+    (tmp_path / "edited.json").write_text(json.dumps(recipe))
+    with pytest.raises(RecipeError) as error:
+        dbrq.load_recipe(once[0], tmp_path / "edited.json")
+    assert f"op {number}" in str(error.value)
+
+
+def test_a_recipe_that_fails_leaves_calibration_and_edits_as_they_were(model, x, tmp_path):
+    """Deciding anew, to see whether a recipe fits, dropped the observers of what it keeps in float."""
+    both = convert(model, x)
+    recipe = saved(both.prepared, tmp_path / "recipe.json")
+    expected = run(both.quantized, x)
+    entry(recipe, "conv2")["precision"] = "float"  # so that other ops read and write int8 ...
+    del recipe["values"][str(entry(recipe, "conv1")["inputs"][0]["value"])]  # ... and one has no qparams
+    (tmp_path / "wrong.json").write_text(json.dumps(recipe))
+    with pytest.raises(RecipeError):
+        dbrq.load_recipe(both.prepared, tmp_path / "wrong.json")
+    assert torch.equal(run(dbrq.convert(both.prepared), x), expected)
+
+    edited = saved(both.prepared, tmp_path / "recipe.json")
+    entry(edited, "fc")["precision"] = "float"
+    (tmp_path / "edited.json").write_text(json.dumps(edited))
+    prepared = dbrq.load_recipe(fresh(model, x), tmp_path / "edited.json")
+    with pytest.raises(RecipeError):
+        dbrq.load_recipe(prepared, tmp_path / "wrong.json")
+    row = next(row for row in dbrq.report(dbrq.convert(prepared)).rows if row.path == "fc")
+    assert row.reason == "a recipe keeps it in float"
+
+
+def test_a_recipe_that_cannot_be_written_leaves_the_old_one(model, x, tmp_path, monkeypatch):
+    both = convert(model, x)
+    text = json.dumps(saved(both.prepared, tmp_path / "recipe.json"))
+
+    def fails(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(json, "dump", fails)
+    with pytest.raises(OSError, match="no space"):
+        dbrq.save_recipe(both.quantized, tmp_path / "recipe.json")
+    assert json.dumps(json.loads((tmp_path / "recipe.json").read_text())) == text
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.json"]
 
 
 def test_missing_qparams_name_the_op_that_needs_them(model, x, tmp_path):

@@ -220,6 +220,7 @@ def test_computed_weight_in_quantization_aware_training():
     assert sqnr(expected, run(converted, x)) > 80
 
 
+@pytest.mark.filterwarnings("ignore:dbrq. relu.0 runs in float")
 def test_parameters_of_a_computed_weight_that_change_after_conversion_are_noticed():
     model, x = computed_weight(_standardized)
     converted = convert(model, x).quantized

@@ -118,6 +118,7 @@ def test_a_prepared_model_follows_casts_and_its_ranges_stay(mapping, dtype):
     assert close(expected, dbrq.convert(prepared.float())(X))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("whole_module", [True, False])
 def test_gradient_checkpointing(reentrant, whole_module):
@@ -561,6 +562,7 @@ def test_a_root_hook_that_makes_the_input():
     assert close(model(images), dbrq.lower(converted, images)(images))
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @recipes
 def test_backward_hooks(mapping):
     seen: list = []

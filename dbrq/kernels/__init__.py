@@ -1,19 +1,23 @@
 """The door to the int8 kernels: the only module that calls ``torch.ops.onednn`` and its relatives.
 
 Some of those ops corrupt memory or answer silently wrong when misused (docs/kernels.md), so every function here checks
-shapes, dtypes and layouts before it calls one. Activations are ``uint8``, weights ``int8`` and symmetric.
+shapes, dtypes and layouts before it calls one, and each kernel proves itself once before its first result is used
+(``formulations``). Activations are ``uint8``, weights ``int8`` and symmetric.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KernelInputError
+from ..selfcheck import Failure, note_failure, problem_of
+from .known_faults import Geometry, lies_in_padding, plain_dilation
 
 # 1.5 * 2**23: a float32 of this size has a spacing of one, so adding it rounds half to even, in the same pass.
 _ROUND = 12582912.0
@@ -75,7 +79,7 @@ class PostOp:
     algorithm: str = ""
 
 
-NO_POST_OP = PostOp()
+NO_POST_OP, RELU = PostOp(), PostOp("relu")
 #: Post-ops the stock kernels take, by number of spatial dimensions (0 is linear).
 SUPPORTED_POST_OPS: dict[int, frozenset[str]] = {
     0: frozenset({"none", "relu", "leaky_relu", "tanh", "gelu", "hardtanh", "hardswish", "swish"}),
@@ -96,7 +100,7 @@ def has_exact_int8_dot() -> bool:
     x = torch.full((4, k), 255, dtype=torch.uint8)
     weight = torch.full((16, k), 127, dtype=torch.int8)
     packed = PackedLinear(weight, torch.ones(16), None)
-    return bool((packed(x, QParams(1.0, 0)) == 255.0 * 127.0 * k).all())
+    return bool((packed.stock(x, QParams(1.0, 0)) == 255.0 * 127.0 * k).all())
 
 
 def quantize(x: Tensor, qparams: QParams) -> Tensor:
@@ -146,16 +150,6 @@ def _pad_zero_point(q: Tensor, pads: Sequence[int], zero_point: int) -> Tensor:
     return out
 
 
-def safe_stride(stride: Sequence[int], kernel: Sequence[int], padding: Sequence[int], width: int) -> list[int]:
-    """The stride to ask for: 1 along a width that holds one step of the kernel, where any stride gives the same.
-
-    oneDNN's brgemm convolution (3.12, AVX512-VNNI) gives wrong results where an unpadded image is as wide as the kernel
-    and the stride, as in ``Conv2d(16, 16, 8, stride=8)`` on 8x8.
-    """
-    one_step = width == kernel[-1] and not padding[-1]
-    return [*stride[:-1], 1] if one_step else list(stride)
-
-
 class PackedConv:
     """An int8 convolution, ready to run: conv1d, conv2d or conv3d by the rank of ``weight``.
 
@@ -186,15 +180,20 @@ class PackedConv:
         self.weight = weight.contiguous()
         self.scale = scale.to(torch.float32).contiguous()
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        self.stride, self.padding, self.dilation = list(stride), list(padding), list(dilation)
-        self.groups = groups
         self.kernel = list(weight.shape[2:])
+        self.stride, self.padding = list(stride), list(padding)
+        self.dilation = plain_dilation(self.kernel, list(dilation))
+        self.groups = groups
+        self._pads = lies_in_padding(self.kernel, self.padding, self.dilation)
         self.in_channels = weight.shape[1] * groups
         self._zero_points = torch.zeros(weight.shape[0], dtype=torch.int64)
         self._packed: dict[tuple, Tensor] = {}  # padding and input shape -> one of ...
         self._layouts: dict[bytes, Tensor] = {}  # layout -> packed weight
         self._shifted_bias: dict[tuple[float, int], Tensor] = {}
         self._shapes: dict[torch.Size, torch.Size] = {}
+        self._ways: dict[tuple, Any] = {}  # what decides -> formulations.Way, None for the stock kernel
+        self._stand_ins: dict[tuple, Callable[..., Tensor]] = {}
+        self.words = ""  # what computes this instead of the stock kernel, for reports
 
     def output_shape(self, shape: torch.Size) -> torch.Size:
         """Shape of the result for an input of ``shape`` ``[batch, in, *spatial]``; raises for what no kernel takes."""
@@ -232,12 +231,18 @@ class PackedConv:
             raise _bad("conv", "a uint8 tensor", q)
         if q.shape not in self._shapes:
             self.output_shape(q.shape)
+        instead = self._instead(q.shape, qparams, post_op, out)
+        return self.stock(q, qparams, post_op, out) if instead is None else instead(q)
+
+    def stock(
+        self, q: Tensor, qparams: QParams, post_op: PostOp, out: QParams | None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The same by torch's kernel, whether or not it is right; ``dtype`` where ``out`` is None."""
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
-        stride = safe_stride(self.stride, self.kernel, padding, q.shape[-1])
-        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+        scale, zero, dtype = (1.0, 0, dtype) if out is None else (out.scale, out.zero_point, torch.uint8)
         result = _qconv(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, bias,
-            stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
             post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
@@ -249,15 +254,16 @@ class PackedConv:
         own.
         """
         by_hand = qparams.zero_point != 0 and any(self.padding)
-        if self.ndim != 2 or by_hand or (out is not None and out.quant_max != 255):
+        if self.ndim != 2 or by_hand or self._pads or (out is not None and out.quant_max != 255):
             return None
         self.output_shape(shape)
+        if self._instead(shape, qparams, post_op, out) is not None:
+            return None
         bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
         scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
         arguments = (
             qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points, bias,
-            safe_stride(self.stride, self.kernel, self.padding, shape[-1]), self.padding, self.dilation, self.groups,
-            scale, zero, dtype,
+            self.stride, self.padding, self.dilation, self.groups, scale, zero, dtype,
             post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
 
@@ -274,14 +280,16 @@ class PackedConv:
         """``add_`` for many uint8 inputs of one shape, as ``bind``; the callable leaves its second argument as it
         is.
         """
-        if self.ndim != 2 or (qparams.zero_point != 0 and any(self.padding)) or out.quant_max != 255:
+        by_hand = qparams.zero_point != 0 and any(self.padding)
+        if self.ndim != 2 or by_hand or self._pads or out.quant_max != 255:
             return None
         result_shape = self.output_shape(shape)
+        if self._instead(shape, qparams, RELU if relu else NO_POST_OP, out, accumulated) is not None:
+            return None
         bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
         before = (qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points)
         after = (
-            bias, safe_stride(self.stride, self.kernel, self.padding, shape[-1]), self.padding, self.dilation,
-            self.groups, out.scale, out.zero_point, torch.uint8,
+            bias, self.stride, self.padding, self.dilation, self.groups, out.scale, out.zero_point, torch.uint8,
             accumulated.scale, accumulated.zero_point, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
 
@@ -318,13 +326,24 @@ class PackedConv:
         if accumulator.shape != shape or accumulator.dtype is not dtype or (accumulated is None) != (out is None):
             raise _bad("conv + sum", f"an accumulator of {dtype} {tuple(shape)}", accumulator)
         accumulator = accumulator.contiguous(memory_format=torch.channels_last)
+        summed = True if accumulated is None else accumulated
+        instead = self._instead(q.shape, qparams, RELU if relu else NO_POST_OP, out, summed)
+        if instead is not None:
+            return instead(q, accumulator)
+        return self.stock_sum(q, qparams, accumulator, accumulated, relu, out)
+
+    def stock_sum(
+        self, q: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool,
+        out: QParams | None, dtype: torch.dtype = torch.float32,
+    ) -> Tensor:  # fmt: skip
+        """The same by torch's kernel, whether or not it is right; the accumulator has its layout."""
         q, zero_point, packed, bias, padding = self._operands(q, qparams)
-        stride = safe_stride(self.stride, self.kernel, padding, q.shape[-1])
+        dtype = dtype if out is None else torch.uint8
         scale, zero = (1.0, 0) if out is None else (out.scale, out.zero_point)
         acc_scale, acc_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
         result = _qconv_sum(
             q, qparams.scale, zero_point, packed, self.scale, self._zero_points, accumulator, bias,
-            stride, padding, self.dilation, self.groups, scale, zero, dtype,
+            self.stride, padding, self.dilation, self.groups, scale, zero, dtype,
             acc_scale, acc_zero, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
         return result if out is None or out.quant_max == 255 else result.clamp_(out.quant_min, out.quant_max)
@@ -336,7 +355,7 @@ class PackedConv:
         constant per output channel, so it goes into the bias; with padding the input is first padded by hand.
         """
         zero_point, padding, bias = qparams.zero_point, self.padding, self.bias
-        if zero_point and any(padding) and q.numel() <= _PAD_BY_HAND_BELOW:
+        if self._pads_by_hand(q.shape, zero_point):
             q = _pad_zero_point(q, padding, zero_point)  # and into channels_last, in the same copy
             padding = [0] * self.ndim
         if self.ndim == 2:
@@ -345,6 +364,61 @@ class PackedConv:
             zero_point, bias = 0, self._bias_with_zero_point(qparams)
         return q, zero_point, self._pack(padding, q.shape), bias, padding
 
+    def _pads_by_hand(self, shape: torch.Size, zero_point: int) -> bool:
+        small = zero_point != 0 and any(self.padding) and shape.numel() <= _PAD_BY_HAND_BELOW
+        return small or self._pads
+
+    def _instead(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool = False
+    ) -> Callable[..., Tensor] | None:
+        """What computes this for inputs of ``shape`` instead of the stock kernel; None where that is right.
+
+        Args:
+            summed: qparams of another value that is added, True where that is float32, False for none.
+        """
+        key = (shape, qparams.zero_point != 0, qparams.quant_max, post_op.name, out is None, type(summed), summed is not False)
+        if key not in self._ways:
+            if len(self._ways) > 256:
+                self._ways.clear()
+            self._ways[key] = self._way(shape, qparams, post_op, out, summed)
+        way = self._ways[key]
+        if way is None:
+            return None
+        key = (way, shape, qparams, post_op.name, tuple(post_op.args), post_op.algorithm, out, summed)
+        found = self._stand_ins.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = formulations.stand_in(
+                    self.weight, self.scale, self.bias, self._geometry(shape, self.padding), way, qparams, post_op, out,
+                    summed,
+                )  # fmt: skip
+            if len(self._stand_ins) > 16:
+                self._stand_ins.clear()
+            self._stand_ins[key] = found
+        return found
+
+    def _way(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool
+    ) -> Any:
+        zero_point, padding = qparams.zero_point != 0, self.padding
+        if self._pads_by_hand(shape, qparams.zero_point):
+            shape = torch.Size([*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], padding, strict=True))])
+            padding = [0] * self.ndim
+        geometry = self._geometry(shape, padding)
+        dtype = torch.float32 if out is None else torch.uint8
+        call = formulations.call_of(
+            zero_point and any(padding), qparams.quant_max, dtype, post_op, dtype if summed is not False else None
+        )
+        way = formulations.way_of_convolution(geometry, call)
+        if formulations.is_stock(geometry, way):
+            return None
+        self.words = way.value if way is not formulations.Way.NATIVE else ""
+        return way
+
+    def _geometry(self, shape: torch.Size, padding: list[int]) -> Geometry:
+        lists = (self.kernel, self.stride, padding, self.dilation)
+        return Geometry(tuple(shape), self.weight.shape[0], *map(tuple, lists), self.groups)  # type: ignore[arg-type]
+
     def _pack(self, padding: list[int], shape: torch.Size) -> Tensor:
         """The weight in the layout the kernel wants for this input shape; with another it would reorder at every
         call.
@@ -352,9 +426,8 @@ class PackedConv:
         key = (*padding, *shape)
         packed = self._packed.get(key)
         if packed is None:
-            stride = safe_stride(self.stride, self.kernel, padding, shape[-1])
             packed = torch.ops.onednn.qconv_prepack(
-                self.weight, self.scale, 1.0, 0, stride, padding, self.dilation, self.groups, list(shape)
+                self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, list(shape)
             )
             layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
             packed = self._layouts.setdefault(layout, packed)
@@ -389,11 +462,13 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         _require(weight.dtype is torch.int8 and weight.dim() == 2, "linear", "an int8 weight of rank 2", weight)
-        self.weight_shape = weight.shape
+        self.weight, self.weight_shape = weight, weight.shape
         self.scale = scale.to(torch.float32).contiguous()
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         self._zero_points = torch.zeros(self.scale.numel(), dtype=torch.int64)
         self._packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+        self._right: dict[tuple, bool] = {}  # what decides -> whether the stock kernel is right
+        self.words = ""  # what computes this instead of the stock kernel, for reports
 
     def output_shape(self, shape: torch.Size) -> torch.Size:
         """Shape of the result for an input of ``shape`` ``[..., in]``; raises for what no kernel takes."""
@@ -409,14 +484,53 @@ class PackedLinear:
             raise _bad("linear", "a uint8 tensor", q)
         shape = self.output_shape(q.shape)
         q = q.contiguous()
-        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
-        result = _qlinear(
-            q if q.dim() > 1 else q.unsqueeze(0), qparams.scale, qparams.zero_point, self._packed, self.scale,
-            self._zero_points, self.bias, scale, zero, dtype, post_op.name, post_op.args, post_op.algorithm,
-        )  # fmt: skip
+        rows = q if q.dim() > 1 else q.unsqueeze(0)
+        dtype = torch.float32 if out is None else torch.uint8
+        if self._is_right(rows, qparams, post_op, dtype, None):
+            result = self.stock(rows, qparams, post_op, out)
+        else:
+            result = self._in_levels(rows, qparams, post_op, out)
         if out is not None and out.quant_max != 255:
             result.clamp_(out.quant_min, out.quant_max)
         return result if q.dim() > 1 else result.reshape(shape)
+
+    def stock(
+        self, rows: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:  # fmt: skip
+        """The same by torch's kernel, whether or not it is right, of two dimensions or more; ``dtype`` where ``out`` is
+        None.
+        """
+        scale, zero, dtype = (1.0, 0, dtype) if out is None else (out.scale, out.zero_point, torch.uint8)
+        return _qlinear(
+            rows, qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, self.bias, scale,
+            zero, dtype, post_op.name, post_op.args, post_op.algorithm,
+        )  # fmt: skip
+
+    def _is_right(
+        self, rows: Tensor, qparams: QParams, post_op: PostOp, dtype: torch.dtype, summed: torch.dtype | None
+    ) -> bool:
+        """Whether the stock kernel is, for this many rows."""
+        count = rows.numel() // self.weight_shape[1] if self.weight_shape[1] else 0
+        key = (count, qparams.zero_point != 0, qparams.quant_max, post_op.name, dtype, summed)
+        right = self._right.get(key)
+        if right is None:
+            call = formulations.call_of(key[1], qparams.quant_max, dtype, post_op, summed)
+            right = not count or formulations.is_linear_right(count, self.weight_shape[1], self.weight_shape[0], call)
+            if len(self._right) > 4096:
+                self._right.clear()
+            self._right[key] = right
+            self.words = self.words if right else formulations.IN_LEVELS
+        return right
+
+    def _in_levels(self, rows: Tensor, qparams: QParams, post_op: PostOp, out: QParams | None) -> Tensor:
+        """The same in float32, which is exact but for the last rounding."""
+        sums = F.linear(rows.to(torch.float32) - qparams.zero_point, self.weight.to(torch.float32))
+        result = sums * (self.scale * qparams.scale)
+        result = result if self.bias is None else result + self.bias
+        scale, zero, dtype = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+        first, second = (*map(float, post_op.args), 0.0, 0.0)[:2]
+        return script.finished(result, scale, zero, dtype, post_op.name, first, second, post_op.algorithm)
 
     def add_(self, q: Tensor, qparams: QParams, accumulator: Tensor, relu: bool) -> Tensor:
         """linear(q) + accumulator [+ relu], written over the float32 ``accumulator``, which must be the caller's
@@ -429,9 +543,22 @@ class PackedLinear:
             raise _bad("linear + sum", f"a contiguous float32 accumulator of shape {tuple(shape)}", accumulator)
         if q.dim() == 1:
             return self.add_(q.unsqueeze(0), qparams, accumulator.unsqueeze(0), relu).squeeze(0)
+        q, post_op = q.contiguous(), RELU if relu else NO_POST_OP
+        if not self._is_right(q, qparams, post_op, torch.float32, torch.float32):
+            result = accumulator.add_(self._in_levels(q, qparams, NO_POST_OP, None))
+            return result.relu_() if relu else result
+        return self.stock_sum(q, qparams, accumulator, None, relu, None)
+
+    def stock_sum(
+        self, rows: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool,
+        out: QParams | None, dtype: torch.dtype = torch.float32, binary: str = "sum",
+    ) -> Tensor:  # fmt: skip
+        """The same by torch's kernel, whether or not it is right; with ``binary`` "add" the other value is only read."""
+        scale, zero, dtype = (1.0, 0, dtype) if out is None else (out.scale, out.zero_point, torch.uint8)
+        other_scale, other_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
         return _qlinear_sum(
-            q.contiguous(), qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, accumulator,
-            self.bias, 1.0, 0, torch.float32, 1.0, 0, "sum", 1.0, "relu" if relu else "none", [], "",
+            rows, qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, accumulator,
+            self.bias, scale, zero, dtype, other_scale, other_zero, binary, 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip
 
 
@@ -457,14 +584,34 @@ def max_pool(q: Tensor, ndim: int, kernel: Sequence[int], stride: Sequence[int],
             raise KernelInputError(
                 "padding of a max pool must be at most half its kernel", got=f"kernel {k}, padding {p}"
             )
-    if ndim == 2:
+    if ndim == 2 and is_max_pool_right(q.shape, q.stride(), kernel, stride, padding, dilation, ceil_mode):
         return torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
     if ndim == 1:
         out = max_pool(q.unsqueeze(2), 2, [1, *kernel], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
         return out.squeeze(2)
     # No integer kernel for three dimensions: uint8 is exact in float32, so pooling there loses nothing.
-    pooled = F.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
-    return pooled.to(torch.uint8)
+    pool: Callable[..., Tensor] = F.max_pool2d if ndim == 2 else F.max_pool3d
+    return pool(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode).to(torch.uint8)
+
+
+def is_max_pool_right(
+    shape: Sequence[int], strides: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool,
+) -> bool:  # fmt: skip
+    """Whether ``quantized.max_pool2d`` is right here."""
+    arguments = (*map(tuple, (shape, strides, kernel, stride, padding, dilation)), ceil_mode)
+    problem = problem_of(("max_pool2d", *arguments), lambda: trials.max_pool(*arguments))  # type: ignore[arg-type]
+    if problem:
+        note_failure(Failure("quantized.max_pool2d", f"{arguments}", problem, "float32 max pool of levels"))
+    return not problem
+
+
+def is_matmul_right(m: int, k: int, n: int) -> bool:
+    """Whether ``aten._int_mm`` is right here."""
+    problem = problem_of(("_int_mm", m, k, n, torch.get_num_threads()), lambda: trials.matmul(m, k, n))
+    if problem:
+        note_failure(Failure("aten._int_mm", f"[{m}, {k}] x [{k}, {n}]", problem, "float32 product of levels"))
+    return not problem
 
 
 def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
@@ -481,8 +628,11 @@ def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
     left = a.expand(*batch, m, k).reshape(-1, m, k)
     right = (b ^ 128).view(torch.int8).expand(*batch, k, n).reshape(-1, k, n)
     out = torch.empty(left.shape[0], m, n, dtype=torch.int32)
-    for i in range(left.shape[0]):
-        torch._int_mm(left[i], right[i], out=out[i])
+    if out.numel() and is_matmul_right(m, k, n):
+        for i in range(left.shape[0]):
+            torch._int_mm(left[i], right[i], out=out[i])
+    else:
+        out.copy_(torch.bmm(left.to(torch.float32), right.to(torch.float32)))
     za, zb = qa.zero_point, qb.zero_point - 128
     result = out.to(torch.float32)
     if za:
@@ -549,3 +699,6 @@ def ints(value: int | Sequence[int], count: int) -> list[int]:
     [2, 2, 2]
     """
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+from . import formulations, script, trials  # noqa: E402 (they build on what is above)

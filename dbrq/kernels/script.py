@@ -15,7 +15,8 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams, safe_stride
+from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams
+from .known_faults import is_one_column, is_one_frame, is_one_step, lies_in_padding, plain_dilation
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class _Kernel(nn.Module):
 
     def __reduce__(self) -> tuple:
         """Packed weights cannot be copied, so they are packed again. (TorchScript's copies go by ``__getstate__``.)"""
-        return _restored, (type(self), {k: v for k, v in self.__dict__.items() if k != "packed"})
+        return restored, (type(self), {k: v for k, v in self.__dict__.items() if k not in ("packed", "parts")})
 
     @torch.jit.export
     def __getstate__(self) -> Tuple[Tensor, Tensor, Tensor, bool]:
@@ -203,7 +204,7 @@ class _Kernel(nn.Module):
         self.input_zero_point = 0
 
 
-def _restored(cls: type, held: dict) -> _Kernel:
+def restored(cls: type, held: dict) -> _Kernel:
     """A copy of a kernel, from all but its packed weight."""
     new = cls.__new__(cls)
     new.__dict__.update(held)
@@ -215,8 +216,69 @@ _KERNEL_CONSTANTS = ["input_scale", "input_zero_point", "output_scale", "output_
                      "algorithm", "arguments", "first", "second"]  # fmt: skip
 
 
+def enlarged(q: Tensor, spatial: List[int], before: List[int], fill: int) -> Tensor:
+    """uint8 ``[batch, channels, *]`` in the middle of a tensor with the sizes ``spatial``, in the kernel's layout.
+
+    ``before``: how far from the start of each spatial dimension.
+    """
+    sizes = list(q.size())[:2] + spatial
+    if len(spatial) == 2:
+        result = torch.empty(sizes, dtype=torch.uint8, memory_format=torch.channels_last)
+    else:
+        result = torch.empty(sizes, dtype=torch.uint8)
+    result.fill_(fill)
+    inner = result
+    for i in range(len(spatial)):
+        inner = inner.narrow(i + 2, before[i], q.size(i + 2))
+    inner.copy_(q)
+    return result
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A convolution's input or result in the kernel's layout."""
+    if x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def settled(
+    size: List[int], kernel: List[int], stride: List[int], padding: List[int], dilation: List[int], widen: bool
+) -> Tuple[List[int], List[int], List[int], List[int]]:
+    """How to ask a kernel for a convolution so that it is computed right: see ``known_faults``.
+
+    Args:
+        size: of the input, ``[batch, channels, *spatial]``.
+        widen: ask for one column more in any case.
+
+    Returns:
+        Spatial sizes of the input to give it; what of that lies before the values; stride; padding.
+    """
+    n = len(kernel)
+    spatial = size[2:]
+    before = [0] * n
+    stride = list(stride)
+    padding = list(padding)
+    if is_one_frame(size, padding):
+        for i in range(n):
+            before[i] = padding[i]
+            spatial[i] += 2 * padding[i]
+            padding[i] = 0
+    if widen or is_one_column(size[:2] + spatial, kernel, stride, padding, dilation):
+        spatial[n - 1] += stride[n - 1]
+    elif is_one_step(spatial, kernel, stride, padding):
+        stride[n - 1] = 1
+    return spatial, before, stride, padding
+
+
 class Conv(_Kernel):
-    """conv1d, conv2d or conv3d of a batched uint8 tensor, with a post-op."""
+    """conv1d, conv2d or conv3d of a batched uint8 tensor, with a post-op.
+
+    Attributes:
+        widen: ask the kernel for one column more than is wanted.
+        more_channels: of zeros, appended to the input.
+        fuses_sum: whether one kernel adds another value (in ``ConvSum``).
+        words: how it is computed, for reports; "" for the stock kernel itself.
+    """
 
     __constants__ = [
         *_KERNEL_CONSTANTS,
@@ -232,9 +294,14 @@ class Conv(_Kernel):
         "ndim",
         "least",
         "pads_by_hand",
-        "one_step",
-        "has_one_step",
+        "two_columns",
+        "thin_below",
+        "widen",
+        "more_channels",
+        "fuses_sum",
     ]
+    words = ""
+    fuses_sum = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], stride: Sequence[int], padding: Sequence[int],
@@ -243,21 +310,25 @@ class Conv(_Kernel):
     ) -> None:  # fmt: skip
         super().__init__(weight, scale, bias, input, out, post_op, dtype)
         self.ndim = weight.dim() - 2
-        self.stride, self.dilation, self.groups = tuple(stride), tuple(dilation), groups
         self.channels, self.kernel = weight.shape[1] * groups, tuple(weight.shape[2:])
+        self.stride, self.groups = tuple(stride), groups
+        self.dilation = tuple(plain_dilation(list(self.kernel), list(dilation)))
         self.padding, self.hand_padding = tuple(padding), tuple([0] * self.ndim)
-        if input.zero_point and any(padding) and math.prod(shape) <= _PAD_BY_HAND_BELOW:
+        small = input.zero_point and any(padding) and math.prod(shape) <= _PAD_BY_HAND_BELOW
+        if small or lies_in_padding(list(self.kernel), list(padding), list(self.dilation)):
             self.padding, self.hand_padding = self.hand_padding, self.padding
         self.fill = self.input_zero_point
         if input.zero_point and not any(self.padding):
             self._bias_with_zero_point()
         self.pads_by_hand = any(self.hand_padding)
-        least = [max(1, d * (k - 1) + 1 - 2 * p) for d, k, p in zip(dilation, self.kernel, padding, strict=True)]
+        extent = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        least = [max(1, e - 2 * p) for e, p in zip(extent, padding, strict=True)]
         self.least = tuple([*least, 1, 1][:3])
         self.shape = (*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], self.hand_padding, strict=True)))
-        # For images as wide as the kernel: see ``safe_stride``.
-        self.one_step = tuple(safe_stride(self.stride, self.kernel, self.padding, self.kernel[-1]))
-        self.has_one_step = self.one_step != self.stride
+        self.two_columns = extent[-1] + self.stride[-1] - 2 * self.padding[-1]
+        pointwise = not any((*self.padding, *self.hand_padding)) and {*self.kernel, self.stride[-1]} == {1}
+        self.thin_below = 0 if pointwise else self.two_columns
+        self.widen, self.more_channels = False, 0
         self.packed = self.pack()
 
     def takes_image(self) -> None:
@@ -271,9 +342,13 @@ class Conv(_Kernel):
         self.packed = self.pack()
 
     def pack(self) -> Tensor:
-        stride = self.one_step if self.shape[-1] == self.kernel[-1] else self.stride
+        size = list(self.shape)
+        spatial, _, stride, padding = settled(
+            size, list(self.kernel), list(self.stride), list(self.padding), list(self.dilation), self.widen
+        )
+        size = [size[0], size[1] + self.more_channels] + spatial
         return torch.ops.onednn.qconv_prepack(
-            self.weight, self.scale, 1.0, 0, stride, self.padding, self.dilation, self.groups, self.shape
+            self.weight, self.scale, 1.0, 0, stride, padding, list(self.dilation), self.groups, size
         )
 
     def prepared(self, q: Tensor) -> Tensor:
@@ -289,42 +364,74 @@ class Conv(_Kernel):
             fits = fits and q.size(4) >= self.least[2]
         assert fits, "dbrq: the input is smaller than the convolution's kernel"
         if self.pads_by_hand:
-            return self.padded(q)
-        if self.ndim == 2:
-            return q.contiguous(memory_format=torch.channels_last)
-        return q.contiguous()
+            return self.padded(q, list(self.hand_padding))
+        return _dense(q)
 
-    def padded(self, q: Tensor) -> Tensor:
+    def padded(self, q: Tensor, pads: List[int]) -> Tensor:
         """The input with its zero point around it, in the kernel's layout."""
-        sizes = list(q.size())
-        for i in range(self.ndim):
-            sizes[i + 2] += 2 * self.hand_padding[i]
-        if self.ndim == 2:
-            padded = torch.empty(sizes, dtype=torch.uint8, memory_format=torch.channels_last)
-        else:
-            padded = torch.empty(sizes, dtype=torch.uint8)
-        padded.fill_(self.fill)
-        inner = padded
-        for i in range(self.ndim):
-            inner = inner.narrow(i + 2, self.hand_padding[i], q.size(i + 2))
-        inner.copy_(q)
-        return padded
+        spatial = list(q.size())[2:]
+        for i in range(len(pads)):
+            spatial[i] += 2 * pads[i]
+        return enlarged(q, spatial, pads, self.fill)
+
+    def is_thin(self, q: Tensor) -> bool:
+        """Whether a prepared input is one that the kernel might compute wrong, or always is asked in another way."""
+        thin = self.widen or self.more_channels > 0 or q.size(-1) < self.thin_below
+        if self.ndim == 3:
+            thin = thin or q.size(2) == 1
+        return thin
+
+    def convolved(
+        self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
+    ) -> Tensor:  # fmt: skip
+        """The convolution of a prepared input."""
+        if self.is_thin(q):
+            return self.convolved_thin(q, scale, zero_point, dtype, post_op)
+        arguments: List[Optional[number]] = []
+        if post_op != "none" and self.arguments > 0:
+            arguments.append(self.first)
+        if post_op != "none" and self.arguments > 1:
+            arguments.append(self.second)
+        return torch.ops.onednn.qconv_pointwise(
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias,
+            self.stride, self.padding, self.dilation, self.groups, scale, zero_point, dtype, post_op, arguments,
+            self.algorithm,
+        )  # fmt: skip
+
+    def convolved_thin(
+        self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
+    ) -> Tensor:  # fmt: skip
+        """The same, asked so that no known fault is met."""
+        width = (q.size(-1) - self.two_columns) // self.stride[-1] + 2
+        spatial, before, stride, padding = settled(
+            list(q.size()), list(self.kernel), list(self.stride), list(self.padding), list(self.dilation), self.widen
+        )
+        if spatial != list(q.size())[2:]:
+            q = enlarged(q, spatial, before, self.fill)
+        if self.more_channels > 0:
+            q = _dense(torch.cat([q, q.narrow(1, 0, 1).expand(_with_channels(q, self.more_channels))], 1))
+        arguments: List[Optional[number]] = []
+        if post_op != "none" and self.arguments > 0:
+            arguments.append(self.first)
+        if post_op != "none" and self.arguments > 1:
+            arguments.append(self.second)
+        result = torch.ops.onednn.qconv_pointwise(
+            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias,
+            stride, padding, list(self.dilation), self.groups, scale, zero_point, dtype, post_op, arguments,
+            self.algorithm,
+        )  # fmt: skip
+        return result if result.size(-1) == width else _dense(result.narrow(-1, 0, width))
 
     def forward(self, q: Tensor) -> Tensor:
-        arguments: List[Optional[number]] = []
-        if self.arguments > 0:
-            arguments.append(self.first)
-        if self.arguments > 1:
-            arguments.append(self.second)
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
-        q = self.prepared(q)
-        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
-        result = torch.ops.onednn.qconv_pointwise(
-            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points,
-            self.bias, stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
-            dtype, self.post_op, arguments, self.algorithm,
-        )  # fmt: skip
+        result = self.convolved(self.prepared(q), self.output_scale, self.output_zero_point, dtype, self.post_op)
         return result if self.top == 255 else result.clamp_(0, self.top)
+
+
+def _with_channels(x: Tensor, channels: int) -> List[int]:
+    sizes = list(x.size())
+    sizes[1] = channels
+    return sizes
 
 
 class ConvSum(Conv):
@@ -347,15 +454,19 @@ class ConvSum(Conv):
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
         q = self.prepared(q)
-        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
         height = (q.size(2) + self.room[0]) // self.stride[0] + 1
         width = (q.size(3) + self.room[1]) // self.stride[1] + 1
-        if list(other.size()) != [
-            q.size(0),
-            self.weight.size(0),
-            height,
-            width,
-        ]:  # it broadcasts, which the kernel would take for memory that is not there
+        if (
+            not self.fuses_sum
+            or self.is_thin(q)
+            or list(other.size())
+            != [
+                q.size(0),
+                self.weight.size(0),
+                height,
+                width,
+            ]
+        ):  # where it broadcasts, the kernel would take it for memory that is not there
             return self.separately(q, other)
         if self.owned:
             accumulator = other.contiguous(memory_format=torch.channels_last)
@@ -363,25 +474,156 @@ class ConvSum(Conv):
             accumulator = other.clone(memory_format=torch.channels_last)
         result = torch.ops.onednn.qconv2d_pointwise(
             q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, accumulator,
-            self.bias, stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
+            self.bias, self.stride, self.padding, self.dilation, self.groups, self.output_scale, self.output_zero_point,
             dtype, self.other_scale, self.other_zero_point, "sum", 1.0, self.post_op, [], "",
         )  # fmt: skip
         return result if self.top == 255 else result.clamp_(0, self.top)
 
     def separately(self, q: Tensor, other: Tensor) -> Tensor:
         """The same in two steps; ``q`` is prepared."""
-        stride = self.one_step if self.has_one_step and q.size(-1) == self.kernel[-1] else self.stride
-        result = torch.ops.onednn.qconv_pointwise(
-            q, self.input_scale, self.input_zero_point, self.packed, self.scale, self.zero_points, self.bias, stride,
-            self.padding, self.dilation, self.groups, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
+        result = self.convolved(q, 1.0, 0, torch.float32, "none")
         return self.summed(result, other, self.other_scale, self.other_zero_point)
+
+
+class _Windows(Conv):
+    """A convolution as the linear layer over its windows that it is: for each group, one copy and one product."""
+
+    words = "onednn.qlinear_pointwise of windows"
+    fuses_sum = False
+    parts: List[Tensor]
+
+    def pack(self) -> Tensor:
+        """One packed weight for each group, in ``parts``; channels are the innermost dimension of a window."""
+        rows = self.weight.flatten(2).transpose(1, 2).flatten(1)
+        self.parts = [torch.ops.onednn.qlinear_prepack(part.contiguous(), None) for part in rows.chunk(self.groups)]
+        return torch.empty([0])
+
+    def convolved(
+        self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
+    ) -> Tensor:  # fmt: skip
+        if max(self.padding) > 0:
+            q = self.padded(q, list(self.padding))
+        arguments: List[Optional[number]] = []
+        if post_op != "none" and self.arguments > 0:
+            arguments.append(self.first)
+        if post_op != "none" and self.arguments > 1:
+            arguments.append(self.second)
+        inner, outer = self.channels // self.groups, self.weight.size(0) // self.groups
+        number = 0
+        results: List[Tensor] = []
+        for packed in self.parts:
+            rows = windows(
+                q.narrow(1, number * inner, inner), list(self.kernel), list(self.stride), list(self.dilation)
+            )
+            result = torch.ops.onednn.qlinear_pointwise(
+                rows.flatten(0, self.ndim).flatten(1), self.input_scale, self.input_zero_point, packed,
+                self.scale.narrow(0, number * outer, outer), self.zero_points.narrow(0, number * outer, outer),
+                self.bias.narrow(0, number * outer, outer), scale, zero_point, dtype, post_op, arguments,
+                self.algorithm,
+            )  # fmt: skip
+            results.append(result.reshape(list(rows.size())[: self.ndim + 1] + [outer]))
+            number += 1
+        whole = results[0] if number == 1 else torch.cat(results, -1)
+        return _dense(whole.movedim(-1, 1))
+
+
+def windows(q: Tensor, kernel: List[int], stride: List[int], dilation: List[int]) -> Tensor:
+    """``[batch, channels, *]`` -> what each element of a convolution's result sees: ``[batch, *, *kernel, channels]``,
+    contiguous.
+    """
+    sizes, strides = [q.size(0)], [q.stride(0)]
+    for i in range(len(kernel)):
+        sizes.append((q.size(i + 2) - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1)
+        strides.append(q.stride(i + 2) * stride[i])
+    for i in range(len(kernel)):
+        sizes.append(kernel[i])
+        strides.append(q.stride(i + 2) * dilation[i])
+    sizes.append(q.size(1))
+    strides.append(q.stride(1))
+    return q.as_strided(sizes, strides, q.storage_offset()).contiguous()
+
+
+class WindowConv(_Windows):
+    """``Conv``, as a linear layer over windows."""
+
+
+class WindowConvSum(_Windows, ConvSum):
+    """``ConvSum``, as a linear layer over windows, and an addition."""
+
+
+class _Levels(Conv):
+    """A convolution of levels in float32: the way that is right where no int8 kernel is."""
+
+    words = "float32 convolution of levels"
+    fuses_sum = False
+
+    def pack(self) -> Tensor:
+        return self.weight.to(torch.float32)
+
+    def convolved(
+        self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
+    ) -> Tensor:  # fmt: skip
+        levels = q.to(torch.float32) - self.input_zero_point
+        if self.ndim == 1:
+            sums = torch.nn.functional.conv1d(
+                levels, self.packed, None, self.stride, self.padding, self.dilation, self.groups
+            )
+        elif self.ndim == 2:
+            sums = torch.nn.functional.conv2d(
+                levels, self.packed, None, self.stride, self.padding, self.dilation, self.groups
+            )
+        else:
+            sums = torch.nn.functional.conv3d(
+                levels, self.packed, None, self.stride, self.padding, self.dilation, self.groups
+            )
+        shape = [-1] + [1] * self.ndim
+        result = sums * (self.scale * self.input_scale).reshape(shape) + self.bias.reshape(shape)
+        finish = finished(result, scale, zero_point, dtype, post_op, self.first, self.second, self.algorithm)
+        return _dense(finish)
+
+
+class LevelConv(_Levels):
+    """``Conv``, in float32."""
+
+
+class LevelConvSum(_Levels, ConvSum):
+    """``ConvSum``, in float32."""
+
+
+def finished(
+    x: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str, first: float, second: float,
+    algorithm: str,
+) -> Tensor:  # fmt: skip
+    """What kernels do with their float32 sums: post-op (``first`` and ``second`` are its arguments), then quantization or
+    another type.
+    """
+    if post_op == "relu":
+        x = torch.relu(x)
+    elif post_op == "leaky_relu":
+        x = torch.where(x > 0, x, x * first)
+    elif post_op == "tanh":
+        x = torch.tanh(x)
+    elif post_op == "gelu":
+        x = torch.nn.functional.gelu(x, approximate=algorithm)
+    elif post_op == "hardtanh":
+        x = x.clamp(first, second)
+    elif post_op == "hardswish":
+        x = torch.nn.functional.hardswish(x)
+    elif post_op == "swish":
+        x = torch.nn.functional.silu(x)
+    else:
+        assert post_op == "none", "dbrq: no such post-op"
+    if dtype == torch.uint8:
+        return (torch.round(x / scale) + zero_point).clamp(0, 255).to(torch.int32).to(torch.uint8)
+    return x.to(dtype)
 
 
 class Linear(_Kernel):
     """linear of a uint8 tensor ``[..., in]``, with a post-op."""
 
-    __constants__ = [*_KERNEL_CONSTANTS]
+    __constants__ = [*_KERNEL_CONSTANTS, "fuses_sum"]
+    words = ""
+    fuses_sum = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Optional[Tensor], input: QParams, out: Optional[QParams],
@@ -402,22 +644,31 @@ class Linear(_Kernel):
         assert q.numel() > 0, "dbrq: int8 kernels take no empty batch"
         return q.contiguous()
 
+    def product(
+        self, rows: Tensor, input_scale: float, input_zero_point: int, scale: float, zero_point: int,
+        dtype: torch.dtype, post_op: str,
+    ) -> Tensor:  # fmt: skip
+        """The layer of a prepared input of two dimensions or more, which has the qparams given first."""
+        arguments: List[Optional[number]] = []
+        if post_op != "none" and self.arguments > 0:
+            arguments.append(self.first)
+        if post_op != "none" and self.arguments > 1:
+            arguments.append(self.second)
+        return torch.ops.onednn.qlinear_pointwise(
+            rows, input_scale, input_zero_point, self.packed, self.scale, self.zero_points, self.bias, scale,
+            zero_point, dtype, post_op, arguments, self.algorithm,
+        )  # fmt: skip
+
     def forward(self, q: Tensor) -> Tensor:
         return self.linear(q)
 
     def linear(self, q: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
-        arguments: List[Optional[number]] = []
-        if self.arguments > 0:
-            arguments.append(self.first)
-        if self.arguments > 1:
-            arguments.append(self.second)
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         x = self.prepared(q)
-        result = torch.ops.onednn.qlinear_pointwise(
-            x if q.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
-            self.zero_points, self.bias, self.output_scale, self.output_zero_point, dtype, self.post_op, arguments,
-            self.algorithm,
+        result = self.product(
+            x if q.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.output_scale,
+            self.output_zero_point, dtype, self.post_op,
         )  # fmt: skip
         if self.top != 255:
             result = result.clamp_(0, self.top)
@@ -489,8 +740,8 @@ class LinearAdd(Linear):
             "dbrq: the other operand of a fused add has the wrong type"
         )
         assert self.reads_int8 or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
-        if list(other.size()) != expected:  # it broadcasts, which the kernel would take for memory that is not there
-            return self.separately(x, other)
+        if not self.fuses_sum or list(other.size()) != expected:
+            return self.separately(x, other)  # it broadcasts, which the kernel would take for memory that is not there
         other = other.contiguous()
         if x.dim() == 1:
             x, other = x.unsqueeze(0), other.unsqueeze(0)
@@ -511,10 +762,9 @@ class LinearAdd(Linear):
 
     def unsummed(self, x: Tensor) -> Tensor:
         """The linear layer alone, float32."""
-        result = torch.ops.onednn.qlinear_pointwise(
-            x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, self.packed, self.scale,
-            self.zero_points, self.bias, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
+        result = self.product(
+            x if x.dim() > 1 else x.unsqueeze(0), self.input_scale, self.input_zero_point, 1.0, 0, torch.float32, "none"
+        )
         result = result if x.dim() > 1 else result.squeeze(0)
         if self.reads_int8 and self.binary == "add":
             result = (result + self.other_zero_point) * self.unit
@@ -553,7 +803,6 @@ class DynamicLinear(Linear):
         assert x.size(-1) == self.weight.size(1), (
             f"dbrq: a linear layer of {self.weight.size(1)} inputs got {x.size(-1)}"
         )
-        arguments: List[Optional[number]] = []
         dtype = torch.float32 if self.kind == 1 else torch.bfloat16
         low, high = torch.aminmax(x)
         lowest, highest = float(low.item()), float(high.item())
@@ -564,11 +813,46 @@ class DynamicLinear(Linear):
         zero_point = int(min(float(self.levels), max(0.0, float(round(-bottom / scale)))))
         q = torch.mul(x, 1.0 / scale).round_().add_(zero_point).clamp_(0, self.levels).to(torch.uint8)
         rows = q.contiguous() if x.dim() > 1 else q.unsqueeze(0)
-        result = torch.ops.onednn.qlinear_pointwise(
-            rows, scale, zero_point, self.packed, self.scale, self.zero_points, self.bias, 1.0, 0, dtype, "none",
-            arguments, "",
-        )  # fmt: skip
+        result = self.product(rows, scale, zero_point, 1.0, 0, dtype, "none")
         return result if x.dim() > 1 else result.squeeze(0)
+
+
+class _LevelProduct(Linear):
+    """A linear layer on levels in float32: the way that is right where no int8 kernel is."""
+
+    words = "float32 product of levels"
+    fuses_sum = False
+
+    def pack(self) -> Tensor:
+        return self.weight.to(torch.float32)
+
+    def product(
+        self, rows: Tensor, input_scale: float, input_zero_point: int, scale: float, zero_point: int,
+        dtype: torch.dtype, post_op: str,
+    ) -> Tensor:  # fmt: skip
+        sums = torch.nn.functional.linear(rows.to(torch.float32) - input_zero_point, self.packed)
+        result = sums * (self.scale * input_scale) + self.bias
+        return finished(result, scale, zero_point, dtype, post_op, self.first, self.second, self.algorithm)
+
+
+class LevelLinear(_LevelProduct):
+    """``Linear``, in float32."""
+
+
+class LevelPointwiseConv(_LevelProduct, PointwiseConv):
+    """``PointwiseConv``, in float32."""
+
+
+class LevelLinearAdd(_LevelProduct, LinearAdd):
+    """``LinearAdd``, in float32."""
+
+
+class LevelPointwiseConvAdd(_LevelProduct, PointwiseConvAdd):
+    """``PointwiseConvAdd``, in float32."""
+
+
+class LevelDynamicLinear(_LevelProduct, DynamicLinear):
+    """``DynamicLinear``, in float32."""
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -590,6 +874,27 @@ def max_pool(
         )
         return wide.squeeze(2)
     return torch.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode).to(torch.uint8)
+
+
+def max_pool_of_levels(
+    q: Tensor, kernel: List[int], stride: List[int], padding: List[int], dilation: List[int], ceil_mode: bool
+) -> Tensor:
+    """The same in float32, which holds levels exactly."""
+    assert q.dim() == len(kernel) + 2 and q.numel() > 0, "dbrq: an int8 max pool takes a batch that is not empty"
+    levels = q.to(torch.float32)
+    if len(kernel) == 1:
+        levels = torch.max_pool1d(levels, kernel, stride, padding, dilation, ceil_mode)
+    elif len(kernel) == 2:
+        levels = torch.max_pool2d(levels, kernel, stride, padding, dilation, ceil_mode)
+    else:
+        levels = torch.max_pool3d(levels, kernel, stride, padding, dilation, ceil_mode)
+    return levels.to(torch.uint8)
+
+
+def matmul_of_levels(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
+    """``int8_matmul`` in float32."""
+    assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"
+    return torch.matmul(a.to(torch.float32) - za, b.to(torch.float32) - zb).mul_(scale)
 
 
 def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,23 +18,27 @@ from torch.fx.graph import CodeGen
 
 from ..attachment import state_of
 from ..copies import uncompiled
-from ..errors import ConfigurationError, RewriteError, SeveralPathsError
+from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph import remove_dead
-from ..graph_io import RestoringCodeGen
 from ..guards import without_autocast
-from ..quiet import quiet
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
+from ..watch import random_state_kept
 from ..workflow import convert, prepare, token_of
 from . import inductor, shared, torchscript
+from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
 from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
+from .quiet import scripted
+from .self_test import SelfTest, expected_outputs
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
+#: Held while a switch of the process may be off.
+_WARMING = threading.Lock()
 
 
 @without_autocast()
@@ -73,6 +78,8 @@ def lower(
         ConfigurationError: no such backend or dtype.
         OneDNNError: libdnnl is not installed.
         CompilerError: for inductor, there is no C++ compiler.
+        MismatchError: the lowered model does not give what the converted model gives, and no op could be found to run
+            in another way; or the converted model itself does not give what its ops are defined to.
 
     >>> import dbrq
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -92,11 +99,14 @@ def lower(
     verbose = verbose or VERBOSE
 
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
-        if backend == "onednn":
-            return _on_onednn(recording, module, dtype, verbose)
-        if backend == "inductor":
-            return _on_inductor(recording, module, dtype, verbose, cpp_wrapper)
-        return _on_torchscript(recording, module, dtype, verbose)
+        def build(graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...]) -> nn.Module:
+            if backend == "onednn":
+                return _on_onednn(graph, inputs, in_torch, module, dtype, verbose)
+            if backend == "inductor":
+                return _on_inductor(graph, inputs, module, dtype, verbose, cpp_wrapper)
+            return _on_torchscript(graph, inputs, in_torch, module, dtype, verbose)
+
+        return agreeing(recording, build, dtype)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
         try:
@@ -107,73 +117,119 @@ def lower(
     return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
 
 
-def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
-    lowering = lower_graph(recording.graph, dtype)
+def _on_torchscript(
+    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
+    verbose: bool,
+) -> nn.Module:  # fmt: skip
+    decisions = graph.meta.get("decisions", ())
+    _check_scriptable(graph, inputs)
+    expected = expected_outputs(graph, inputs)
+    lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
-        in_bfloat16(lowering.module, recording.inputs)
+        in_bfloat16(lowering.module, inputs)
     if verbose:
-        asserted = [f"asserted in the graph: {decision}" for decision in recording.graph.meta["decisions"]]
-        print(lowering, *asserted, sep="\n", file=sys.stderr)
+        print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
+    test = SelfTest(lowering, inputs, expected)
+    test.hold(lowering.module)
     scripted = _scripted(lowering, quantized)
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
-    _warm(scripted, recording.inputs)
+    with random_state_kept():
+        _warm(scripted, inputs)
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
+    test.define(scripted)
     return scripted
 
 
-def _on_onednn(recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool) -> nn.Module:
-    codegen = recording.graph.graph._codegen
-    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
-    model = OneDNNModel(recording.graph, returned, dtype)
+def _on_onednn(
+    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
+    verbose: bool,
+) -> nn.Module:  # fmt: skip
+    model = OneDNNModel(graph, returned_of(graph), dtype)
+    for replaced in in_torch:
+        model.keep_in_torch(replaced.nodes)
+        model.lowering.reasons[replaced.op] = replaced.reason
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose:
         print(model.lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(recording.inputs))
+    model.warm(copy.deepcopy(inputs))
     return model
 
 
 def _on_inductor(
-    recording: Recording, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
+    graph: fx.GraphModule, inputs: tuple, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
 ) -> nn.Module:
-    codegen = recording.graph.graph._codegen
-    returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
-    lowering = Lowering(recording.graph, dtype)
+    returned = returned_of(graph)
+    lowering = Lowering(graph, dtype)
     inductor.prepare(lowering)
-    model = inductor.InductorModel(recording.graph, returned, dtype, cpp_wrapper=cpp_wrapper)
+    model = inductor.InductorModel(graph, returned, dtype, cpp_wrapper=cpp_wrapper)
     model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
     if verbose:
         print(lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(recording.inputs))
+    model.warm(copy.deepcopy(inputs))
     return model
+
+
+def _check_scriptable(graph: fx.GraphModule, inputs: tuple) -> None:
+    """Raise if TorchScript has no type for an input."""
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        problem = _without_type(value)
+        if problem:
+            raise RewriteError(
+                "TorchScript has no type for an input", path="",
+                expected="tensors, numbers, strings, tuples, and lists and dicts whose values are of one type",
+                got=f"{node.target}: {problem}",
+                hint="have forward take what it holds as arguments of its own, or lower with "
+                'backend="onednn", which takes any containers',
+            )  # fmt: skip
+
+
+def _without_type(value: Any) -> str:
+    """What of an input TorchScript cannot type, in words; "" if nothing."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+        return ""
+    if not isinstance(value, (list, tuple, Mapping)):
+        return f"an object of class {type(value).__name__}"
+    items = list(value.values()) if isinstance(value, Mapping) else list(value)
+    kinds = sorted({type(item).__name__ for item in items})
+    if len(kinds) > 1 and not isinstance(value, tuple):
+        return f"a {type(value).__name__} that holds {' and '.join(kinds)}"
+    return next(filter(None, map(_without_type, items)), "")
 
 
 def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
     """Run the example, so that TorchScript settles its plan now.
 
     Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
-    ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md).
+    ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md). torch has no such switch
+    for one module or thread. So it is turned off only where the user has turned it on, by one thread at a time; what
+    another thread scripts meanwhile and runs for the first time is merely not fused.
     """
-    fuses = torch.jit.onednn_fusion_enabled()
-    if fuses:
-        torch.jit.enable_onednn_fusion(False)
-    try:
-        with torch.no_grad():
-            for _ in range(3):
-                scripted(*copy.deepcopy(inputs))
-    finally:
+    with _WARMING:
+        fuses = torch.jit.onednn_fusion_enabled()
         if fuses:
-            torch.jit.enable_onednn_fusion(True)
+            torch.jit.enable_onednn_fusion(False)
+        try:
+            with torch.no_grad():
+                for _ in range(3):
+                    scripted(*copy.deepcopy(inputs))
+        finally:
+            if fuses:
+                torch.jit.enable_onednn_fusion(True)
 
 
-def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lowering:
+def lower_graph(
+    graph: fx.GraphModule, dtype: torch.dtype = torch.float32, in_torch: tuple[Replaced, ...] = ()
+) -> Lowering:
     """Apply the torchscript backend's rewrites to a Q/DQ graph, which is used up; the result's ``module`` runs in
-    Python too.
+    Python too. What is ``in_torch`` keeps its nodes.
     """
     graph.graph.set_codegen(CodeGen())
     lowering = Lowering(graph, dtype)
+    lowering.kept = frozenset().union(*(replaced.nodes for replaced in in_torch))
+    lowering.reasons.update((replaced.op, replaced.reason) for replaced in in_torch)
 
     def check(state: Lowering) -> None:
         verify(state, torchscript.problem)
@@ -186,6 +242,7 @@ def lower_graph(graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> Lo
     torchscript.own_accumulators(lowering)
     shared.free_of_strides(lowering)
     remove_dead(lowering.graph)
+    torchscript.prove_kernels(lowering)
     check(lowering)
     lowering.module = _rebuilt(lowering)
     return lowering
@@ -229,9 +286,10 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        with quiet(DeprecationWarning, UserWarning):  # of torch.jit's end; of annotations of fx.GraphModule's own
-            return torch.jit.script(module)
-    except Exception as error:
+        return scripted(module)
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
         raise RewriteError(
             f"TorchScript does not take the graph: {error}",
             path="",

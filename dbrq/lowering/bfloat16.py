@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..kernels import script
+from ..op_facts import is_written, writes
 
 _READS_FLOAT32 = (script.Quantize, script.QuantizeImage)
 _SCALES = (script.dequantize_weight, script.weight_only_linear)
@@ -63,7 +64,7 @@ def _narrow_inputs(module: fx.GraphModule) -> None:
         readers = [
             user for user in node.users if user not in checks and not _quantizes(module, user) and _reads_elements(user)
         ]
-        if readers:
+        if readers and not is_written(node):
             with module.graph.inserting_after(checks[-1]):
                 narrow = module.graph.call_method("to", (node, torch.bfloat16))
             for reader in readers:
@@ -75,7 +76,7 @@ def _quantizes(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _reads_elements(node: fx.Node) -> bool:
-    return not (node.op == "call_method" and node.target in ("size", "numel", "stride")) and not node.meta.get("writes")
+    return not (node.op == "call_method" and node.target in ("size", "numel", "stride")) and not writes(node)
 
 
 class _Narrowing(fx.Interpreter):
@@ -86,7 +87,7 @@ class _Narrowing(fx.Interpreter):
         mixed = any(_is_wide(self.env.get(i), torch.bfloat16) for i in n.all_input_nodes)
         if n.op == "call_module" and len(n.args) == 2:  # an add that is fused: its other operand must match
             mixed = True
-        if mixed and n.op != "output":
+        if mixed and n.op != "output" and not writes(n):
             for wide in inputs:
                 with self.module.graph.inserting_before(n):  # type: ignore[union-attr]
                     narrow = self.module.graph.call_method("to", (wide, torch.bfloat16))  # type: ignore[union-attr]

@@ -4,7 +4,6 @@ nobody could tell; constants are computed; sizes are read where they are known f
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,76 +12,35 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..graph import is_impure
-from ..mappings import Role
-from .engine import Lowering, is_dequantize, is_weight, row_of
-
-_OPERATORS: dict[Callable, Callable] = {
-    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}  # fmt: skip
+from ..op_facts import Facts, Memory, assumed, called, facts_of, family, sources, writes
+from .engine import Lowering, is_dequantize, is_weight
 
 
 def reduce_mutation(lowering: Lowering) -> None:
     """Replace writes to memory that the graph made itself and that is read through one name only."""
     order = {node: i for i, node in enumerate(lowering.graph.nodes)}
     for node in reversed(list(lowering.graph.nodes)):
-        if not node.meta.get("writes") or not node.args or not isinstance(node.args[0], fx.Node):
+        facts = facts_of(node)
+        if facts.writes != (0,) or facts.random or not isinstance(node.args[0], fx.Node):
             continue
-        written = node.args[0]
-        family = _aliases(written)
-        if family is None or _mixed(node, written):
+        target = node.args[0]
+        aliases = family(target)
+        if any(n.op in ("placeholder", "get_attr") for n in aliases) or _mixed(node, target):
             continue
-        later = [u for n in family - {written, node} for u in n.users if order[u] > order[node] and u not in family]
+        later = [u for n in aliases - {target, node} for u in n.users
+                 if order[u] > order[node] and (u not in aliases or writes(u))]  # fmt: skip
         if later or not _out_of_place(node):
             continue
-        del node.meta["writes"]
-        for user in list(written.users):
+        for user in list(target.users):
             if order[user] > order[node]:
-                user.replace_input_with(written, node)
+                user.replace_input_with(target, node)
         lowering.note("reduce_mutation", node, "a value of its own")
-
-
-def may_alias(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with its first argument."""
-    if node.op == "output" or node.meta.get("writes"):
-        return True
-    row = row_of(node)
-    if row is not None:
-        return row.role is Role.PASS
-    if node.op == "call_function":
-        return node.target in (operator.getitem, getattr) or getattr(node.target, "__name__", "") == "_unwrap_optional"
-    return node.op == "call_method" and node.target not in ("size", "numel")
-
-
-def _aliases(node: fx.Node) -> set[fx.Node] | None:
-    """All nodes that may share memory with ``node``; None if that is not the graph's own."""
-    base = node
-    while base.all_input_nodes and may_alias(base):
-        base = base.all_input_nodes[0]
-    if base.op in ("placeholder", "get_attr"):
-        return None
-    found: set[fx.Node] = set()
-    pending = [base]
-    while pending:
-        one = pending.pop()
-        if one in found:
-            continue
-        found.add(one)
-        pending += [u for u in one.users if u.op != "output" and may_alias(u) and u.all_input_nodes[0] is one]
-    return found
 
 
 def written_attributes(graph: fx.Graph) -> frozenset[str]:
     """Paths of the model's tensors that the graph may write to."""
-    found = set()
-    for node in graph.nodes:
-        base = node
-        if node.meta.get("writes"):
-            while base.all_input_nodes and may_alias(base):
-                base = base.all_input_nodes[0]
-            if base.op == "get_attr":
-                found.add(base.target)
-    return frozenset(found)
+    memory = Memory(graph)
+    return frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and memory.is_written(n))
 
 
 def _mixed(node: fx.Node, written: fx.Node) -> bool:
@@ -92,64 +50,111 @@ def _mixed(node: fx.Node, written: fx.Node) -> bool:
 
 
 def _out_of_place(node: fx.Node) -> bool:
-    """Spell the op without writing; False for ops that have no such spelling."""
+    """Spell the op without writing; False for ops that have no such spelling, or none that gives the same dtype."""
+    target, kwargs = _spelled_out_of_place(node)
+    if target is None:
+        return False
+    before = node.target, node.kwargs
+    node.target, node.kwargs = target, kwargs
+    if _dtype(node) is not node.meta.get("dtype"):
+        node.target, node.kwargs = before
+        return False
+    node.meta["facts"] = Facts(called(node), (), assumed(node).aliases)
+    return True
+
+
+def _spelled_out_of_place(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """Target and keyword arguments of the same op, not in place; no target if there is none."""
+    target, kwargs = node.target, dict(node.kwargs)
     if node.op == "call_method":
-        name = str(node.target)
-        name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-        if name == node.target or not hasattr(torch.Tensor, name) or name in ("__setitem__", "copy", "set", "fill"):
-            return False
-        node.target = name
-        return True
-    if node.target in _OPERATORS:
-        node.target = _OPERATORS[node.target]  # type: ignore[index]
-        return True
-    if "inplace" in node.kwargs:
-        node.kwargs = {**node.kwargs, "inplace": False}
-        return True
-    name = getattr(node.target, "__name__", "")
-    counterpart = getattr(torch, name.removesuffix("_"), None) or getattr(F, name.removesuffix("_"), None)
-    if name.endswith("_") and not name.startswith("__") and counterpart is not None:
-        node.target = counterpart
-        return True
-    return False
+        name = str(target).removesuffix("_")
+        known = name != target and hasattr(torch.Tensor, name) and name not in ("copy", "set", "fill")
+        return (name if known else None), kwargs
+    if "inplace" in kwargs:
+        return target, {**kwargs, "inplace": False}
+    name = called(node)
+    if name.endswith("_") and not name.startswith("__"):
+        name = name.removesuffix("_")
+        return getattr(torch, name, None) or getattr(F, name, None), kwargs
+    return None, kwargs
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of what a call gives, found without data; None where that is not to be found."""
+
+    def like(n: fx.Node) -> Any:
+        shape, dtype = n.meta.get("shape"), n.meta.get("dtype")
+        return 1 if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), like)
+    try:
+        with torch.no_grad():
+            result = _callable(node, args)(*args, **kwargs)
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ):  # no kernel without data, or numbers that 1 cannot stand for
+        return None
+    return result.dtype if isinstance(result, Tensor) else None
+
+
+def _callable(node: fx.Node, args: Any) -> Callable:
+    return getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
 
 
 def fold_constants(lowering: Lowering) -> None:
-    """Compute what depends on no input once, now."""
+    """Compute what depends on no input once, now.
+
+    Memory that the graph writes to, in whatever way it may come to be shared, is made anew in each call, and so is what
+    the caller gets.
+    """
     graph = lowering.graph
-    written = written_attributes(graph)
+    memory = Memory(graph)
     known: dict[fx.Node, Any] = {}
     for node in list(graph.nodes):
+        if memory.is_written(node):
+            continue
         if node.op == "get_attr":
-            if node.target not in written:
-                known[node] = lowering.tensor(node)
+            known[node] = lowering.tensor(node)
             continue
         inputs = node.all_input_nodes
         if node.op not in ("call_function", "call_method") or is_impure(node) or is_weight(node) or not inputs:
             continue
-        if all(n in known for n in inputs) and not node.meta.get("random"):
+        if memory.is_returned(node) and memory.is_held(node):  # views of the model's own tensors stay that
+            continue
+        if all(n in known for n in inputs):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
             with torch.no_grad():
-                target = node.target
-                known[node] = (
-                    getattr(args[0], target)(*args[1:], **kwargs)
-                    if isinstance(target, str)
-                    else target(*args, **kwargs)
-                )
+                known[node] = _callable(node, args)(*args, **kwargs)
     for node, value in known.items():
-        if node.op == "get_attr" or not isinstance(value, Tensor) or not any(user not in known for user in node.users):
+        readers = [user for user in node.users if user not in known]
+        if node.op == "get_attr" or not isinstance(value, Tensor) or not readers:
             continue
         name = f"folded_{node.name}"
         lowering.module.register_buffer(name, value.contiguous().clone())
         with graph.inserting_before(node):
             attribute = graph.create_node("get_attr", name, name=name)
         attribute.meta = dict(node.meta)
-        for user in list(node.users):
-            if user not in known:
+        passed_on = [user for user in readers if memory.is_returned(node) and _passes_on(user, node)]
+        for user in readers:
+            if user not in passed_on:
                 user.replace_input_with(node, attribute)
+        if passed_on:
+            with graph.inserting_before(min(passed_on)):
+                copy = graph.call_method("clone", (attribute,))
+            copy.meta = dict(node.meta)
+            for user in passed_on:
+                user.replace_input_with(node, copy)
     for node in reversed(list(graph.nodes)):
         if node in known and not node.users:
             graph.erase_node(node)
+
+
+def _passes_on(user: fx.Node, node: fx.Node) -> bool:
+    """Whether the memory of ``node`` goes further than ``user``."""
+    return user.op == "output" or node in sources(user)
 
 
 def sizes_of_integers(lowering: Lowering) -> None:

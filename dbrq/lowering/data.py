@@ -13,9 +13,10 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from ..graph import walk
+from ..op_facts import Facts
 
 #: What of a node's ``meta`` a graph keeps.
-_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "writes", "random")
+_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous")
 
 
 class _Ref:
@@ -26,14 +27,14 @@ class _Ref:
 
 
 def as_data(graph: fx.Graph) -> list[tuple]:
-    """Nodes as (op, name, target, args, kwargs, type, meta), with functions by their qualified names."""
+    """Nodes as (op, name, target, args, kwargs, meta), with functions by their qualified names."""
 
     def plain(value: Any) -> Any:
         return walk(lambda leaf: _Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf, value)
 
     return [
         (node.op, node.name, node.target if isinstance(node.target, str) else (_name(node.target),),
-         plain(node.args), plain(dict(node.kwargs)), {k: node.meta[k] for k in _KEPT if k in node.meta})
+         plain(node.args), plain(dict(node.kwargs)), _meta(node))
         for node in graph.nodes
     ]  # fmt: skip
 
@@ -50,8 +51,15 @@ def from_data(data: list[tuple]) -> fx.Graph:
         target = target if isinstance(target, str) else _function(target[0])
         node = graph.create_node(op, target, given(args), given(kwargs), name=name)
         node.meta = dict(meta)
+        if "facts" in meta:
+            node.meta["facts"] = Facts(*meta["facts"])
         nodes[name] = node
     return graph
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    kept = {k: node.meta[k] for k in _KEPT if k in node.meta}
+    return kept | {"facts": node.meta["facts"].as_data()} if "facts" in node.meta else kept
 
 
 def _name(function: Any) -> str:

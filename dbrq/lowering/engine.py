@@ -21,6 +21,7 @@ from ..errors import RewriteError
 from ..graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
 from ..kernels import QParams
 from ..mappings import FUNCTIONS, TABLE, OpRow
+from ..op_facts import Memory, is_written, writes
 
 log = logging.getLogger("dbrq.lowering")
 #: Verify the graph after every rewrite.
@@ -51,6 +52,11 @@ def is_weight(node: Any) -> bool:
     return is_call(node, DEQUANTIZE_PER_CHANNEL)
 
 
+def _converts(node: fx.Node) -> bool:
+    """Whether a node only quantizes or dequantizes."""
+    return node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+
+
 def qparams_of(node: fx.Node) -> QParams:
     """qparams of a quantize or dequantize node."""
     scale, zero_point, low, high = node.args[1:5]
@@ -65,7 +71,7 @@ def row_of(node: Any) -> OpRow | None:
 
 def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     """The row of a node and its arguments in the row's order."""
-    if not isinstance(node, fx.Node) or node.meta.get("writes"):  # what writes to memory is more than its row says
+    if not isinstance(node, fx.Node) or is_impure(node):  # it does more than its row says
         return None
     if node.op == "call_method":
         spelling = FUNCTIONS.get(getattr(torch.Tensor, node.target, None))  # type: ignore[arg-type]
@@ -136,6 +142,7 @@ class Lowering:
         modules: what the graph calls, by path: submodules, or a backend's partitions.
         kernels: op path (as in reports) -> what runs it now.
         reasons: op path -> why it runs in float now, for those that were int8.
+        kept: names of nodes that stay as they are, quantize and dequantize aside.
     """
 
     module: fx.GraphModule
@@ -144,6 +151,7 @@ class Lowering:
     entries: list[Entry] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:
@@ -152,7 +160,7 @@ class Lowering:
     @property
     def writes(self) -> bool:
         """Whether the graph writes to memory."""
-        return any(node.meta.get("writes") for node in self.graph.nodes)
+        return any(map(writes, self.graph.nodes))
 
     def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
         """Apply each rewrite to the whole graph, in order."""
@@ -161,9 +169,12 @@ class Lowering:
                 if node._erased or (nodes := rewrite.match(node)) is None:
                     continue
                 head = nodes[0]
-                reason = rewrite.guard(self, nodes)
+                reason = rewrite.guard(self, nodes) or self.disturbed(nodes)
                 if reason:
                     self.note(rewrite.name, head, f"no: {reason}")
+                    continue
+                if any(n.name in self.kept and not _converts(n) for n in nodes):
+                    self.note(rewrite.name, head, "no: a kernel of this op gave wrong numbers")
                     continue
                 op, *ops = (n.meta.get("op") for n in nodes)
                 kernel = rewrite.replace(self, nodes)
@@ -187,6 +198,19 @@ class Lowering:
         for part in node.target.split("."):
             value = getattr(value, part)
         return value
+
+    def disturbed(self, nodes: Sequence[fx.Node]) -> str:
+        """Why nodes cannot become one at the place of the last, "" if they can: no memory that they read may be
+        written to in between, and what they read as dequantized must still be that.
+        """
+        if not self.writes:
+            return ""
+        inside = set(nodes)
+        read = {before for node in nodes for before in node.all_input_nodes if before not in inside}
+        if any(is_call(n, DEQUANTIZE) and is_written(n) for n in read):
+            return "what it reads is written to since it was dequantized"
+        found = Memory(self.graph).written_between(nodes[0], nodes[-1], read)
+        return "memory that it reads is written to in between" if found else ""
 
     # Changing the graph
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from ..guards import check_move, without_gradient
 from ..report import LOWERED_REPORT
+from ..watch import random_state_kept
 from .data import as_data
 
 
@@ -71,9 +72,10 @@ class LoweredModel(nn.Module):
         raise NotImplementedError
 
     def warm(self, args: Sequence[Any]) -> None:
-        """Make what runs these inputs; what calls write to stays as it is."""
+        """Make what runs these inputs; what calls write to, and torch's random state, stay as they are."""
         kept = self._written_tensors()
-        self.plain(args)
+        with random_state_kept():
+            self.plain(args)
         self._restore(kept)
 
     def _written_tensors(self) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ model; the ops that are in no part run in the converted model's own int8 kernels
 
 from __future__ import annotations
 
-import io
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import op_facts
 from ..attachment import state_of
 from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
 from ..copies import copied
-from ..errors import QuantizationError
+from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
 from ..graph import DEQUANTIZE, QUANTIZE, remove_dead
 from ..graph_io import Inside, RestoringCodeGen, check_input
 from ..kernels import QParams, quantize
 from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
-from ..quiet import quietly
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain
+from .quiet import as_bytes, from_bytes
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -72,7 +72,9 @@ class Lowered:
             options = {name: self._taken(name, x) for name, x in kwargs.items()}
             try:
                 output = self.model(*taken, **options)
-            except Exception as error:  # other inputs than the graph's: the module itself runs, or says what is wrong
+            except ERRORS_OF_CODE as error:  # other inputs than the graph's: the module itself runs, or says what is wrong
+                if is_bug(error):
+                    raise
                 call.token.warn_once(
                     f"part {self.path}",
                     f"dbrq: {self.path} runs as it was converted, since its lowered form does not take these inputs: "
@@ -101,14 +103,12 @@ class Lowered:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if isinstance(self.model, torch.jit.ScriptModule):
-            file = io.BytesIO()
-            quietly(torch.jit.save, self.model, file)
-            state["model"] = file.getvalue()
+            state["model"] = as_bytes(self.model)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state["model"], bytes):
-            state = {**state, "model": quietly(torch.jit.load, io.BytesIO(state["model"]), map_location="cpu")}
+            state = {**state, "model": from_bytes(state["model"])}
         self.__dict__.update(state)
 
 
@@ -201,14 +201,18 @@ class _Parts:
             return "no example of its inputs is known"
         try:
             recording = record(module, example[0], example[1], Inside(number, tags))
-            if any(node.meta.get("writes") for node in recording.graph.graph.nodes):
+            if any(map(op_facts.writes, recording.graph.graph.nodes)):
                 return "it writes to what it is given, or to its own buffers"
             reads, writes = _int8_borders(recording, self._int8_makers, tags)
             codegen = recording.graph.graph._codegen
             lowered = self.lower_graph(recording, module)
+        except MismatchError:
+            raise
         except QuantizationError as error:
             return error.message
-        except Exception as error:  # torch's own, of code that no graph can have
+        except ERRORS_OF_CODE as error:  # torch's own, of code that no graph can have
+            if is_bug(error):
+                raise
             return f"{type(error).__name__}: {error}"
         restore = None
         if isinstance(codegen, RestoringCodeGen) and isinstance(lowered, torch.jit.ScriptModule):
@@ -236,7 +240,7 @@ def _int8_borders(
     graph = recording.graph.graph
     reads: dict[str, QParams] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    inputs = list(recording.inputs)
+    inputs, others = list(recording.inputs), None if recording.others is None else list(recording.others)
     for position, node in enumerate(placeholders):
         users = [user for user in node.users if user.target is not check_input]
         checks = [user for user in node.users if user.target is check_input]
@@ -255,7 +259,11 @@ def _int8_borders(
             check.args = (*check.args[:3], torch.uint8)
         node.meta["dtype"] = torch.uint8
         inputs[position] = quantize(inputs[position], qparams)
+        if others is not None:
+            others[position] = quantize(others[position], qparams)
     object.__setattr__(recording, "inputs", tuple(inputs))
+    object.__setattr__(recording, "others", None if others is None else tuple(others))
+    object.__setattr__(recording, "reference", None)
     output = next(node for node in graph.nodes if node.op == "output")
     writes: list[QParams | None] = []
 

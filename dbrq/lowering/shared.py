@@ -13,6 +13,8 @@ from torch import fx
 from ..graph import DEQUANTIZE
 from ..kernels import QParams, ints, script
 from ..mappings import Role
+from ..moves import names_dtype
+from ..op_facts import Memory, called, is_written
 from .engine import (
     Lowering,
     Predicate,
@@ -106,6 +108,12 @@ def _gated(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _gate_fits(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    (node,) = nodes
+    gate = next(n for n in node.all_input_nodes if (row := row_of(n)) is not None and row.name == "sigmoid")
+    return lowering.disturbed([gate, node])
+
+
 def _silu(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     x = _gated(node)
@@ -129,6 +137,8 @@ def moves(node: fx.Node) -> bool:
     """
     row = row_of(node)
     if row is None or row.role not in (Role.PASS, Role.SHARE) or not node.users:
+        return False
+    if names_dtype(node.args, node.kwargs):
         return False
     sources = inputs_of(node)
     if not all(map(is_dequantize, sources)):
@@ -243,7 +253,7 @@ def _dequantize_weight(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def add_masks_once(lowering: Lowering) -> None:
     """A mask of truth values that several attentions read becomes a float mask once, and not in each."""
     for mask in list(lowering.graph.nodes):
-        if mask.meta.get("dtype") is not torch.bool:
+        if mask.meta.get("dtype") is not torch.bool or is_written(mask):
             continue
         readers = [u for u in mask.users if is_call(u, F.scaled_dot_product_attention) and _mask_of(u) is mask]
         if len(readers) < 2:
@@ -267,21 +277,37 @@ _SEE_STRIDES = frozenset({"as_strided", "stride", "as_strided_"})
 
 
 def free_of_strides(lowering: Lowering) -> None:
-    """Kernels write channels_last, parts of merged layers are views: who saw contiguous values must not notice."""
+    """Kernels write channels_last, parts of merged layers are views: who saw contiguous values must not notice.
+
+    A copy for a reader is made where it reads, since the value may be written to until then. But whoever writes to a
+    value through a view of it must write to the value itself: where a graph writes, what kernels make is contiguous
+    from the start, and so are all values and views that torch makes of it, as they were for the float model.
+    """
     graph = lowering.graph
-    writes = lowering.writes
+    mutable = lowering.writes
+    memory = Memory(graph)
     for node in list(graph.nodes):
-        if node.op == "call_method" and node.target == "view" and not writes:
-            node.target = "reshape"
-        if node.op == "call_method" and node.target == "view_as" and not writes:
-            node.target = "reshape_as"
-        if writes and node.op == "call_module" and _was_contiguous(node):  # a view of it may be written to
-            _made_contiguous(graph, node, list(node.users))
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op == "output" or name in _SEE_STRIDES:
+        if not mutable:
+            if node.op == "call_method" and not names_dtype(node.args, node.kwargs):
+                node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
+        elif _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
+            with graph.inserting_after(node):
+                _read_contiguous(graph, node, list(node.users))
+    for node in list(graph.nodes):
+        if node.op == "output" or (called(node) in _SEE_STRIDES and not mutable):
             for read in node.all_input_nodes:
-                if read.op != "placeholder" and _was_contiguous(read):
-                    _made_contiguous(graph, read, [node])
+                if _was_contiguous(read) and not memory.is_foreign(read) and not memory.is_held(read):
+                    with graph.inserting_before(node):
+                        _read_contiguous(graph, read, [node])
+
+
+_OF_ANY_LAYOUT: dict[Any, str] = {"view": "reshape", "view_as": "reshape_as"}
+
+
+def _made_by_kernels(node: fx.Node) -> bool:
+    """Whether lowering put the node in place of what was recorded."""
+    recorded = node.meta.get("facts")
+    return node.op in ("call_module", "call_function") and (recorded is None or recorded.call != called(node))
 
 
 def _was_contiguous(node: fx.Node) -> bool:
@@ -289,15 +315,14 @@ def _was_contiguous(node: fx.Node) -> bool:
     return bool(rank > 1 and dtype is not torch.uint8 and node.meta.get("contiguous"))
 
 
-def _made_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
-    with graph.inserting_after(node):
-        contiguous = graph.call_method("contiguous", (node,))
+def _read_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> None:
+    contiguous = graph.call_method("contiguous", (node,))
     contiguous.meta = dict(node.meta)
     for reader in readers:
         reader.replace_input_with(node, contiguous)
 
 
-SILU = on("silu", _is_silu, _silu)
+SILU = on("silu", _is_silu, _silu, _gate_fits)
 MOVES = on("moves", moves, _moves_integers)
 DYNAMIC_LINEAR = on("dynamic_linear", _is_dynamic_linear, _dynamic_linear)
 WEIGHT_ONLY_LINEAR = on("weight_only_linear", _is_weight_only_linear, _weight_only_linear)

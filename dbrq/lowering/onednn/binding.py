@@ -1,377 +1,282 @@
-"""oneDNN's objects in Python: memory descriptors, attributes, primitives. Handles are released with the objects.
+"""Primitives by kind, each proved on this CPU before anybody uses it, and shared by all that ask for the same.
 
-Everything here is immutable once made and may be shared by threads; memory objects, which hold addresses, may not.
+This is where primitives come from. What is asked for is compared as a whole (``Spec.key``): kernels differ for layouts
+that lead to the same addresses, so these are different primitives here, though not to the library's own cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
-from collections.abc import Mapping, Sequence
-from ctypes import byref, c_char_p, c_int64, c_void_p
-from dataclasses import dataclass
+import hashlib
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from ctypes import c_void_p
 from typing import Any
 
 import torch
 
-from ...errors import OneDNNError
-from .library import ExecArg, library
+from ... import selfcheck
+from ...selfcheck import Failure
+from . import trials
+from .handles import (
+    DTYPES,
+    Alg,
+    Arg,
+    Attributes,
+    Binary,
+    Desc,
+    Eltwise,
+    Memory,
+    PostOp,
+    Primitive,
+    Spec,
+    Sum,
+    arguments,
+    dims,
+    execute,
+    row_major,
+)  # fmt: skip
+from .library import Unimplemented, library
 
-
-class Arg(enum.IntEnum):
-    """Arguments of an execution (``DNNL_ARG_*``)."""
-
-    SRC = 1
-    SRC_1 = 2
-    DST = 17
-    WEIGHTS = 33
-    BIAS = 41
-    SCALE = 51
-    SHIFT = 52
-    SCRATCHPAD = 80
-    MULTIPLE_SRC = 1024
-    SCALES = 4096
-    ZERO_POINTS = 8192
-    POST_OP = 32768
-
-
-class Alg(enum.IntEnum):
-    """Algorithms (``dnnl_alg_kind_t``)."""
-
-    CONVOLUTION = 0x1
-    DECONVOLUTION = 0xA
-    RELU = 0x20
-    TANH = 0x21
-    ELU = 0x22
-    SQUARE = 0x23
-    ABS = 0x24
-    SQRT = 0x25
-    LINEAR = 0x26
-    HARDSIGMOID = 0x28
-    LOGISTIC = 0x29
-    EXP = 0x2A
-    GELU_TANH = 0x2B
-    SWISH = 0x2C
-    LOG = 0x2D
-    CLIP = 0x2F  # clip_v2
-    POW = 0x30
-    GELU_ERF = 0x31
-    ROUND = 0x32
-    MISH = 0x33
-    HARDSWISH = 0x34
-    POOLING_MAX = 0x1FF
-    POOLING_AVG_INCLUDE_PADDING = 0x2FF
-    POOLING_AVG_EXCLUDE_PADDING = 0x3FF
-    ADD = 0x1FFF0
-    MUL = 0x1FFF1
-    MAX = 0x1FFF2
-    MIN = 0x1FFF3
-    DIV = 0x1FFF4
-    SUB = 0x1FFF5
-    NEAREST = 0x2FFF0
-    LINEAR_RESAMPLING = 0x2FFF1
-    SOFTMAX = 0x30000
-    LOG_SOFTMAX = 0x30001
-
+__all__ = [
+    "DTYPES", "Alg", "Arg", "Attributes", "Binary", "Desc", "Disproved", "Eltwise", "Memory", "PostOp", "Primitive",
+    "Spec", "Sum", "arguments", "binary", "concat", "convolution", "dims", "eltwise", "execute", "layer_norm", "matmul",
+    "pooling", "reorder", "replacements", "resampling", "row_major", "softmax",
+]  # fmt: skip
 
 _INFERENCE = 96
-_ANY = 1  # dnnl_format_tag_any
 _LAYER_NORM_FLAGS = {(False, False): 0, (True, False): 2, (False, True): 4, (True, True): 6}
-
-DTYPES = {
-    torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int32: 4, torch.int8: 5, torch.uint8: 6,
-}  # fmt: skip
-
-# dnnl_query_t
-_IMPLEMENTATION = 8
-_SCRATCHPAD_MD, _EXEC_ARG_MD = 136, 255
+#: Primitives kept for those that ask again; as many as the library's own cache keeps.
+_KEPT = 1024
+#: Multiply-accumulates that a reference kernel may take, on trial or later: about a tenth of a second's.
+_BEARABLE = 1 << 22
+#: Leaking primitives that are destroyed before others are preferred: 5 to 10 MB.
+_LEAKS = 256
 
 
-def dims(values: Sequence[int]) -> Any:
-    """``dnnl_dims_t``, of which as many are read as the tensor has dimensions."""
-    return (c_int64 * 12)(*values)
+class Disproved(Unimplemented):
+    """oneDNN has kernels for it, none of which is right on this CPU."""
 
 
-class Desc:
-    """A memory descriptor: shape, dtype and layout.
+class _Shared:
+    """The primitives of this process: the newest are kept, others as long as somebody uses them."""
 
-    Attributes:
-        shape, dtype: None for what only oneDNN knows, such as scratchpads.
-        size: in bytes.
-        strides: in elements, for layouts that torch has too; None for oneDNN's own.
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.alive: weakref.WeakValueDictionary[Hashable, Primitive] = weakref.WeakValueDictionary()
+        self.newest: OrderedDict[Hashable, Primitive] = OrderedDict()
+        self.failed: dict[Hashable, tuple[Failure, ...]] = {}
+        self.leaks = itertools.count()
+        self.leaked = 0
+        self.heard = threading.local()
+
+    def find(self, key: Hashable) -> Primitive | None:
+        with self.lock:
+            found = self.alive.get(key)
+            return None if found is None else self._used(key, found)
+
+    def keep(self, key: Hashable, primitive: Primitive) -> Primitive:
+        """The primitive, or the one that another thread has made meanwhile."""
+        with self.lock:
+            return self._used(key, self.alive.setdefault(key, primitive))
+
+    def _used(self, key: Hashable, primitive: Primitive) -> Primitive:
+        self.newest[key] = primitive
+        self.newest.move_to_end(key)
+        if len(self.newest) > _KEPT:
+            self.newest.popitem(last=False)
+        return primitive
+
+    def clear(self) -> None:
+        with self.lock:
+            self.newest.clear()
+            self.alive.clear()
+
+
+_shared = _Shared()
+
+
+@contextlib.contextmanager
+def replacements() -> Iterator[list[Failure]]:
+    """Collects what was wrong with kernels that this thread asks for meanwhile, found now or known before."""
+    before = getattr(_shared.heard, "failures", None)
+    _shared.heard.failures = failures = []
+    try:
+        yield failures
+    finally:
+        _shared.heard.failures = before
+
+
+def _made(spec: Spec, *args: Any) -> Primitive:
+    """The primitive that computes ``spec``, the library's first choice that is right.
+
+    Args:
+        args: of the C function, but for the attributes.
+
+    Raises:
+        Unimplemented: there is none; ``Disproved`` if there are some and all are wrong.
     """
-
-    __slots__ = ("__weakref__", "dtype", "handle", "shape", "size", "strides")
-
-    def __init__(self, handle: c_void_p, shape: tuple[int, ...] | None, dtype: torch.dtype | None,
-                 strides: tuple[int, ...] | None = None) -> None:  # fmt: skip
-        self.handle, self.shape, self.dtype, self.strides = handle, shape, dtype, strides
-        self.size: int = library().call("memory_desc_get_size", handle)
-
-    @classmethod
-    def strided(cls, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Desc:
-        """A layout of torch's; dense and row-major by default."""
-        if strides is None:
-            strides = row_major(shape)
-        handle = library().make(
-            "memory_desc_create_with_strides", len(shape), dims(shape), DTYPES[dtype], dims(strides)
-        )
-        return cls(handle, tuple(shape), dtype, tuple(strides))
-
-    @classmethod
-    def any(cls, shape: Sequence[int], dtype: torch.dtype) -> Desc:
-        """oneDNN is to choose the layout."""
-        handle = library().make("memory_desc_create_with_tag", len(shape), dims(shape), DTYPES[dtype], _ANY)
-        return cls(handle, tuple(shape), dtype)
-
-    def part(self, shape: Sequence[int], offsets: Sequence[int]) -> Desc:
-        """A box in this memory; reads and writes go to the whole one's address."""
-        handle = library().make("memory_desc_create_submemory", self.handle, dims(shape), dims(offsets))
-        return Desc(handle, tuple(shape), self.dtype)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Desc) and bool(library().call("memory_desc_equal", self.handle, other.handle))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __del__(self) -> None:
-        _release("memory_desc_destroy", self.handle)
-
-    def __repr__(self) -> str:
-        layout = "own layout" if self.strides is None else f"strides {self.strides}"
-        return f"Desc({self.shape}, {self.dtype}, {layout})"
+    key = hashlib.blake2b(
+        repr((spec.key, torch.get_num_threads(), selfcheck.enabled())).encode(), digest_size=16
+    ).digest()
+    found = _shared.find(key)
+    if found is None:
+        found = _shared.keep(key, _proved(spec, args, key))
+    _tell(_shared.failed.get(key, ()))
+    return found
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor.
-
-    >>> row_major((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def _tell(failures: Sequence[Failure]) -> None:
+    heard = getattr(_shared.heard, "failures", None)
+    if heard is not None:
+        heard += [f for f in failures if f not in heard]
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Adds what the destination held: ``scale * (dst - zero_point)``, the memory read as ``dtype``."""
-
-    scale: float = 1.0
-    zero_point: int = 0
-    dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class Eltwise:
-    """A function of one value; see ``dnnl_eltwise_*`` for what ``alpha`` and ``beta`` are."""
-
-    alg: Alg
-    alpha: float = 0.0
-    beta: float = 0.0
-
-
-@dataclass(frozen=True)
-class Binary:
-    """An operation with another tensor, which broadcasts where its sizes are 1."""
-
-    alg: Alg
-    other: Desc
-
-
-PostOp = Sum | Eltwise | Binary
-
-
-class Attributes:
-    """Scales, zero points (masks: 0 per tensor, 2 per axis 1 ...) and post-ops of a primitive, by argument."""
-
-    def __init__(
-        self,
-        scales: Mapping[int, int] | None = None,
-        zero_points: Mapping[int, int] | None = None,
-        post_ops: Sequence[PostOp] = (),
-    ) -> None:
-        lib = library()
-        self.handle = lib.make("primitive_attr_create")
-        lib.call("primitive_attr_set_scratchpad_mode", self.handle, 1)  # the user's
-        for arg, mask in (scales or {}).items():
-            lib.call("primitive_attr_set_scales_mask", self.handle, arg, mask)
-        for arg, mask in (zero_points or {}).items():
-            lib.call("primitive_attr_set_zero_points_mask", self.handle, arg, mask)
-        if post_ops:
-            ops = lib.make("post_ops_create")
-            try:
-                for op in post_ops:
-                    _append(ops, op)
-                lib.call("primitive_attr_set_post_ops", self.handle, ops)
-            finally:
-                lib.call("post_ops_destroy", ops)
-
-    def __del__(self) -> None:
-        _release("primitive_attr_destroy", self.handle)
-
-
-def _append(ops: c_void_p, op: PostOp) -> None:
-    lib = library()
-    if isinstance(op, Sum):
-        lib.call("post_ops_append_sum", ops, op.scale, op.zero_point, DTYPES[op.dtype] if op.dtype else 0)
-    elif isinstance(op, Eltwise):
-        lib.call("post_ops_append_eltwise", ops, op.alg, op.alpha, op.beta)
-    else:
-        lib.call("post_ops_append_binary", ops, op.alg, op.other.handle)
-
-
-class Primitive:
-    """A compiled kernel for given shapes, dtypes, layouts and attributes.
-
-    Attributes:
-        kind: such as "convolution".
-        implementation: oneDNN's name of the kernel.
-        scratchpad: what it needs beside its arguments, in bytes.
-    """
-
-    def __init__(self, kind: str, *args: Any, attributes: Attributes | None = None) -> None:
-        lib = library()
-        attributes = attributes or Attributes()
-        self.kind = kind
-        name = f"{kind}_primitive_desc_create"
-        self._desc = lib.make(name, *args, attributes.handle)
+def _proved(spec: Spec, args: Sequence[Any], key: Hashable) -> Primitive:
+    failures: list[Failure] = []
+    stand_in, found = "other primitives, or torch", None
+    spared: Primitive | None = None
+    for number in itertools.count():
         try:
-            self.handle = lib.make("primitive_create", self._desc)
-            text = c_char_p()
-            lib.call("primitive_desc_query", self._desc, _IMPLEMENTATION, 0, byref(text))
-            self.implementation = (text.value or b"").decode()
-            self.scratchpad: int = lib.call(
-                "memory_desc_get_size", lib.call("primitive_desc_query_md", self._desc, _SCRATCHPAD_MD, 0)
-            )
-        except BaseException:
-            _release("primitive_desc_destroy", self._desc)
-            raise
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether it is oneDNN's slow stand-in for what no kernel was written for."""
-        return self.implementation.startswith("ref") or ":ref" in self.implementation
-
-    def layout(self, arg: int, shape: Sequence[int], dtype: torch.dtype) -> Desc:
-        """The layout it chose for an argument."""
-        lib = library()
-        found = lib.call("primitive_desc_query_md", self._desc, _EXEC_ARG_MD, int(arg))
-        if not found or not lib.call("memory_desc_get_size", c_void_p(found)):
-            raise OneDNNError(f"{self.kind} has no argument {arg}")
-        return Desc(lib.make("memory_desc_clone", c_void_p(found)), tuple(shape), dtype)
-
-    def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            _release("primitive_destroy", self.handle)
-            _release("primitive_desc_destroy", self._desc)
-
-
-def _release(function: str, handle: c_void_p) -> None:
-    with contextlib.suppress(Exception):  # the interpreter may be going down
-        library().call(function, handle)
+            primitive = Primitive(spec, args, number)
+            if primitive.is_reference and spec.work > _BEARABLE:
+                raise Unimplemented(f"oneDNN has only {primitive.implementation} for it")
+        except Unimplemented:
+            if not failures and spared is None:
+                raise
+            break
+        problem = _problem(primitive, key)
+        if problem:
+            failures.append(Failure(f"onednn {spec.kind} {primitive.implementation}", str(spec), problem))
+        elif _leaks(primitive) and _shared.leaked >= _LEAKS and spared is None:
+            spared = primitive
+        elif spared is None or not primitive.is_reference:
+            found = primitive
+            break
+    found = found or spared
+    if found is not None:
+        stand_in = f"onednn {found.spec.kind} {found.implementation}"
+    known = tuple(Failure(f.kernel, f.geometry, f.problem, stand_in) for f in failures)
+    for failure in known:
+        selfcheck.note_failure(failure)
+    if known:
+        _shared.failed[key] = known
+    if found is None:
+        _tell(known)
+        raise Disproved(f"no kernel is right on this CPU: {failures[0].kernel}: {failures[0].problem}")
+    if _leaks(found):
+        weakref.finalize(found, _count_leak).atexit = False
+    return found
 
 
-class Memory:
-    """An address with a descriptor; the address may change between executions."""
-
-    __slots__ = ("desc", "handle")
-
-    def __init__(self, desc: Desc, address: int = 0) -> None:
-        self.desc = desc
-        # The null pointer means "no memory yet"; oneDNN would allocate for (void *) -1.
-        self.handle = library().make("memory_create", desc.handle, library().engine, c_void_p(address))
-
-    def point_to(self, address: int) -> None:
-        library().call("memory_set_data_handle", self.handle, c_void_p(address))
-
-    def __del__(self) -> None:
-        _release("memory_destroy", self.handle)
+def _problem(primitive: Primitive, key: Hashable) -> str:
+    if not trials.is_provable(primitive.spec):
+        return ""
+    return selfcheck.problem_of(
+        ("onednn", key, primitive.implementation), lambda: trials.problem_of(primitive, _plain_reorder)
+    )
 
 
-def arguments(memories: Mapping[int, Memory]) -> Any:
-    """The argument array of an execution. It does not keep the memories alive."""
-    return (ExecArg * len(memories))(*(ExecArg(int(arg), memory.handle) for arg, memory in memories.items()))
+def _plain_reorder(source: Desc, result: Desc) -> Primitive:
+    return reorder(source, result, Attributes())
 
 
-def execute(primitive: Primitive, memories: Mapping[int, Memory]) -> None:
-    """Run a primitive once, now, with a scratchpad of its own."""
-    lib = library()
-    pad = torch.empty(primitive.scratchpad, dtype=torch.uint8)
-    if primitive.scratchpad:
-        memories = {**memories, Arg.SCRATCHPAD: Memory(Desc.strided(pad.shape, torch.uint8), pad.data_ptr())}
-    args = arguments(memories)
-    lib.call("primitive_execute", primitive.handle, lib.stream, len(args), args)
-    lib.call("stream_wait", lib.stream)
+def _leaks(primitive: Primitive) -> bool:
+    """Whether the library (3.2 at least) keeps 10 to 40 KB of the primitive for ever."""
+    ops = primitive.spec.attributes.post_ops
+    return primitive.implementation.startswith("brgconv") and any(isinstance(op, (Sum, Eltwise)) for op in ops)
 
 
-# Primitives, by kind
+def _count_leak() -> None:
+    _shared.leaked += 1
 
 
-def _optional(desc: Desc | None) -> Any:
+# By kind
+
+
+def _handle(desc: Desc | None) -> Any:
     return None if desc is None else desc.handle
+
+
+def _with_bias(bias: Desc | None, descs: dict[int, Desc]) -> dict[int, Desc]:
+    return descs if bias is None else {**descs, Arg.BIAS: bias}
 
 
 def convolution(src: Desc, weights: Desc, bias: Desc | None, dst: Desc, stride: Sequence[int], padding: Sequence[int],
                 dilation: Sequence[int], attributes: Attributes, padding_right: Sequence[int] | None = None,
-                transposed: bool = False) -> Primitive:  # fmt: skip
-    """A convolution, or a transposed one; ``dilation`` as torch counts it, 1 for none."""
+                transposed: bool = False, levels: int = 255) -> Primitive:  # fmt: skip
+    """A convolution, or a transposed one; ``dilation`` as torch counts it, 1 for none.
+
+    Args:
+        levels: the highest number that a uint8 source holds.
+    """
     kind, alg = ("deconvolution", Alg.DECONVOLUTION) if transposed else ("convolution", Alg.CONVOLUTION)
-    return Primitive(
-        f"{kind}_forward", library().engine, _INFERENCE, alg, src.handle, weights.handle, _optional(bias), dst.handle,
-        dims(stride), dims([d - 1 for d in dilation]), dims(padding),
-        dims(padding if padding_right is None else padding_right), attributes=attributes,
-    )  # fmt: skip
+    right = padding if padding_right is None else padding_right
+    descs = _with_bias(bias, {Arg.SRC: src, Arg.WEIGHTS: weights, Arg.DST: dst})
+    spec = Spec(f"{kind}_forward", descs, attributes, alg, tuple(stride), tuple(padding), tuple(right),
+                tuple(dilation), levels=levels)  # fmt: skip
+    return _made(spec, library().engine, _INFERENCE, alg, src.handle, weights.handle, _handle(bias), dst.handle,
+                 dims(stride), dims([d - 1 for d in dilation]), dims(padding), dims(right))  # fmt: skip
 
 
-def matmul(src: Desc, weights: Desc, bias: Desc | None, dst: Desc, attributes: Attributes) -> Primitive:
-    engine = library().engine
-    return Primitive("matmul", engine, src.handle, weights.handle, _optional(bias), dst.handle, attributes=attributes)
+def matmul(src: Desc, weights: Desc, bias: Desc | None, dst: Desc, attributes: Attributes,
+           levels: int = 255) -> Primitive:  # fmt: skip
+    """A product of matrices, or of stacks of them; ``levels`` as for ``convolution``."""
+    descs = _with_bias(bias, {Arg.SRC: src, Arg.WEIGHTS: weights, Arg.DST: dst})
+    spec = Spec("matmul", descs, attributes, levels=levels)
+    return _made(spec, library().engine, src.handle, weights.handle, _handle(bias), dst.handle)
 
 
 def eltwise(alg: Alg, src: Desc, dst: Desc, alpha: float, beta: float, attributes: Attributes) -> Primitive:
-    return Primitive("eltwise_forward", library().engine, _INFERENCE, alg, src.handle, dst.handle, alpha, beta,
-                     attributes=attributes)  # fmt: skip
+    spec = Spec("eltwise_forward", {Arg.SRC: src, Arg.DST: dst}, attributes, alg, alpha=alpha, beta=beta)
+    return _made(spec, library().engine, _INFERENCE, alg, src.handle, dst.handle, alpha, beta)
 
 
 def binary(alg: Alg, src: Desc, other: Desc, dst: Desc, attributes: Attributes) -> Primitive:
-    return Primitive("binary", library().engine, alg, src.handle, other.handle, dst.handle, attributes=attributes)
+    spec = Spec("binary", {Arg.SRC: src, Arg.SRC_1: other, Arg.DST: dst}, attributes, alg)
+    return _made(spec, library().engine, alg, src.handle, other.handle, dst.handle)
 
 
 def reorder(src: Desc, dst: Desc, attributes: Attributes) -> Primitive:
     engine = library().engine
-    return Primitive("reorder", src.handle, engine, dst.handle, engine, attributes=attributes)
+    return _made(Spec("reorder", {Arg.SRC: src, Arg.DST: dst}, attributes), src.handle, engine, dst.handle, engine)
 
 
 def concat(sources: Sequence[Desc], dst: Desc, axis: int, attributes: Attributes) -> Primitive:
     handles = (c_void_p * len(sources))(*(s.handle for s in sources))
-    return Primitive("concat", library().engine, dst.handle, len(sources), axis, handles, attributes=attributes)
+    descs = {**{Arg.MULTIPLE_SRC + i: s for i, s in enumerate(sources)}, Arg.DST: dst}
+    return _made(
+        Spec("concat", descs, attributes, axis=axis), library().engine, dst.handle, len(sources), axis, handles
+    )
 
 
 def softmax(alg: Alg, src: Desc, dst: Desc, axis: int, attributes: Attributes) -> Primitive:
-    return Primitive("softmax_forward", library().engine, _INFERENCE, alg, src.handle, dst.handle, axis,
-                     attributes=attributes)  # fmt: skip
+    spec = Spec("softmax_forward", {Arg.SRC: src, Arg.DST: dst}, attributes, alg, axis=axis)
+    return _made(spec, library().engine, _INFERENCE, alg, src.handle, dst.handle, axis)
 
 
 def layer_norm(src: Desc, dst: Desc, epsilon: float, scale: bool, shift: bool, attributes: Attributes) -> Primitive:
-    flags = _LAYER_NORM_FLAGS[scale, shift]
-    return Primitive("layer_normalization_forward", library().engine, _INFERENCE, src.handle, dst.handle, None, epsilon,
-                     flags, attributes=attributes)  # fmt: skip
+    one = Desc.strided((src.shape or ())[-1:], torch.float32)
+    given = {arg: one for arg, there in ((Arg.SCALE, scale), (Arg.SHIFT, shift)) if there}
+    spec = Spec("layer_normalization_forward", {Arg.SRC: src, Arg.DST: dst, **given}, attributes, alpha=epsilon)
+    return _made(spec, library().engine, _INFERENCE, src.handle, dst.handle, None, epsilon,
+                 _LAYER_NORM_FLAGS[scale, shift])  # fmt: skip
 
 
 def pooling(alg: Alg, src: Desc, dst: Desc, stride: Sequence[int], kernel: Sequence[int], dilation: Sequence[int],
             padding: Sequence[int], padding_right: Sequence[int], attributes: Attributes) -> Primitive:  # fmt: skip
     """A pool; ``dilation`` as torch counts it, 1 for none."""
-    return Primitive(
-        "pooling_forward", library().engine, _INFERENCE, alg, src.handle, dst.handle, dims(stride), dims(kernel),
-        dims([d - 1 for d in dilation]), dims(padding), dims(padding_right), attributes=attributes,
-    )  # fmt: skip
+    spec = Spec("pooling_forward", {Arg.SRC: src, Arg.DST: dst}, attributes, alg, tuple(stride), tuple(padding),
+                tuple(padding_right), tuple(dilation), tuple(kernel))  # fmt: skip
+    return _made(spec, library().engine, _INFERENCE, alg, src.handle, dst.handle, dims(stride), dims(kernel),
+                 dims([d - 1 for d in dilation]), dims(padding), dims(padding_right))  # fmt: skip
 
 
 def resampling(alg: Alg, src: Desc, dst: Desc, factors: Sequence[float], attributes: Attributes) -> Primitive:
     values = (ctypes.c_float * len(factors))(*factors)
-    return Primitive("resampling_forward", library().engine, _INFERENCE, alg, values, src.handle, dst.handle,
-                     attributes=attributes)  # fmt: skip
+    spec = Spec("resampling_forward", {Arg.SRC: src, Arg.DST: dst}, attributes, alg, factors=tuple(factors))
+    return _made(spec, library().engine, _INFERENCE, alg, values, src.handle, dst.handle)

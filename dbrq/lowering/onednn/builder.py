@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...containers import tree_map
+from ...containers import tree_leaves, tree_map
 from ...errors import KernelInputError, OneDNNError
 from ...graph import leaves, walk
 from ...kernels import QParams
+from ...op_facts import Facts, Watching
 from .binding import (
     DTYPES,
     Alg,
@@ -30,7 +31,6 @@ from .binding import (
     reorder,
     row_major,
 )  # fmt: skip
-from .graphs import Watching
 from .layouts import in_order, is_dense, same_layout
 from .plans import Plan, place_buffers
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
@@ -79,6 +79,9 @@ class Builder:
 
     Emitters (emitters/) use ``new``, ``constant``, ``run`` and what builds on them.
 
+    Attributes:
+        apart: the present node's memory is written to, so that each call needs its own, constant or not.
+
     Args:
         tensor: path -> tensor that the model holds.
         packed: the model's packed weights.
@@ -100,6 +103,7 @@ class Builder:
         self.steps: list[Step] = []
         self.buffers: list[Buffer] = []
         self.op, self.words = "", ""
+        self.apart = False
         self.scratchpad = 0
         self._attributes: dict[str, Value] = {}
         self._constants: dict[Any, Value] = {}
@@ -257,22 +261,35 @@ class Builder:
 
     # torch
 
-    def call(self, function: Callable, args: tuple, kwargs: dict, writes: bool = False, watch: bool = True) -> Any:
+    def call(self, function: Callable, args: tuple, kwargs: dict, writes: bool = False, watch: bool = True,
+             facts: Facts | None = None) -> Any:  # fmt: skip
         """Call torch now and, unless the result is known already or is a view, in every call.
 
         Args:
+            writes: the function does more than compute its result.
             watch: refuse functions whose result depends on more than shapes.
+            facts: what the function is known to do; without them it is watched, under which a few functions of torch
+                choose other layouts.
         """
         values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
-        if any(v.dtype is torch.bfloat16 for v in values) and self.dtype is torch.bfloat16:
-            args, kwargs = walk(self._narrowed, (args, kwargs))
+        if self.dtype is torch.bfloat16 and any(v.dtype is torch.bfloat16 for v in values):
+            written = facts.written_among((args, kwargs)) if facts is not None else ()
+            dtype = next((v.dtype for v in written if isinstance(v, Value)), self.dtype)
+            args, kwargs = walk(lambda leaf: self._cast(leaf, dtype), (args, kwargs))
             values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
         given, options = walk(lambda leaf: self.tensor(leaf) if isinstance(leaf, Value) else leaf, (args, kwargs))
-        with Watching() as watched:
-            result = function(*given, **options)
-        if watch and watched.dynamic:
-            raise DynamicShapes(watched.dynamic)
-        fixed = all(v.buffer.kind is Kind.CONSTANT for v in values) and not writes and not watched.random
+        result = None
+        if facts is None:
+            with Watching() as watched:
+                result = function(*given, **options)
+            random, dynamic = watched.random, watched.dynamic
+        else:
+            random, dynamic, writes = facts.random, facts.dynamic and facts.call, writes or bool(facts.writes)
+            if not dynamic:
+                result = function(*given, **options)
+        if watch and dynamic:
+            raise DynamicShapes(dynamic)
+        fixed = all(v.buffer.kind is Kind.CONSTANT for v in values) and not (writes or random or self.apart)
         fresh: list[tuple[int, Buffer, tuple[int, ...]]] = []
         numbers = iter(range(10**9))
 
@@ -295,10 +312,10 @@ class Builder:
             self.steps.append(TorchStep(function, args, kwargs, tuple(fresh), self.op))
         return wrapped
 
-    def _narrowed(self, leaf: Any) -> Any:
-        if isinstance(leaf, Value) and leaf.dtype is torch.float32 and leaf.shape:
-            return self.reordered(leaf, torch.bfloat16)
-        return leaf
+    def _cast(self, leaf: Any, dtype: torch.dtype) -> Any:
+        floats = (torch.float32, torch.bfloat16)
+        fits = not (isinstance(leaf, Value) and leaf.shape and leaf.dtype in floats and dtype in floats)
+        return leaf if fits or leaf.dtype is dtype else self.reordered(leaf, dtype)
 
     def _seen(self, tensor: Tensor, values: Sequence[Value]) -> Value | None:
         """The value that a tensor is a view of, seen as the tensor; None for new memory."""
@@ -354,14 +371,20 @@ class Builder:
     def finish(self, inputs: Sequence[Any], outputs: Any) -> tuple[Plan, Any]:
         """The plan, and this call's outputs."""
         taken: set[Buffer] = set()
+        self.apart = False
+        count = Counter(leaf.buffer for leaf in tree_leaves(outputs) if isinstance(leaf, Value))
+        shared: dict[Buffer, Value | None] = {
+            buffer: None for buffer, n in count.items() if n > 1 and self.mutable and buffer.kind is Kind.ARENA
+        }
 
         def give(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
+            leaf = self._together(leaf, shared)
             whole = leaf.offset == 0 and leaf.buffer.size == _dense_size(leaf)
             if leaf.buffer.kind is Kind.ARENA and whole and leaf.buffer not in taken:
                 leaf.buffer.kind = Kind.OUTPUT
-            elif leaf.buffer.kind in (Kind.ARENA, Kind.CONSTANT) or leaf.buffer in taken:
+            elif leaf.buffer.kind in (Kind.ARENA, Kind.CONSTANT) or (leaf.buffer in taken and not self.mutable):
                 leaf = self.call(_own, (leaf,), {}, writes=True)
             taken.add(leaf.buffer)
             return leaf
@@ -378,6 +401,17 @@ class Builder:
             buffer.tensor = None
         buffers = tuple(v.buffer if isinstance(v, Value) else None for v in inputs)
         return Plan(buffers, steps, outputs, scratchpad + self.scratchpad, scratchpad), results
+
+    def _together(self, value: Value, shared: dict[Buffer, Value | None]) -> Value:
+        """An output that shares memory with others, which may be written to: in one copy of all that memory."""
+        if value.buffer not in shared:
+            return value
+        copy = shared[value.buffer]
+        if copy is None:
+            count = value.buffer.size // torch.empty((), dtype=value.dtype).element_size()
+            copy = self.call(_own, (Value(value.buffer, (count,), value.dtype, (1,)),), {}, writes=True)
+            shared[value.buffer] = copy
+        return Value(copy.buffer, value.shape, value.dtype, value.strides, value.offset)
 
     def _with_scratchpads(self, offset: int) -> tuple[Step, ...]:
         pad = Buffer(Kind.ARENA, self.scratchpad, None, 0)

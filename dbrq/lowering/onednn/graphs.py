@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...graph import leaves
+from ...op_facts import Watching, facts_of, is_random, writes
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ def segments_of(graph: fx.Graph, dynamic: frozenset[str]) -> list[Segment | fx.N
     """The graph in order: nodes named in ``dynamic`` by themselves, all others in as few segments as possible."""
     level: dict[fx.Node, int] = {}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    ordered = any(n.meta.get("writes") for n in nodes)  # what writes to memory stays where it is
+    ordered = any(writes(n) or is_random(n) for n in nodes)  # what writes or draws stays where it is
     lowest = 0
     for node in nodes:
         before = [level[n] + (n.name in dynamic) for n in node.all_input_nodes if n in level]
@@ -52,31 +51,14 @@ def _segment(nodes: list[fx.Node]) -> Segment:
     return Segment(tuple(nodes), tuple(inputs), tuple(outputs))
 
 
-_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-
-
-class Watching(TorchDispatchMode):
-    """Sees what the ops below a call of torch depend on.
-
-    Attributes:
-        dynamic: an op whose shape or number depends on values, "" if there is none.
-        random: an op draws random numbers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dynamic, self.random = "", False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        tags = func.tags
-        if any(tag in tags for tag in _TAGS) and not (func is torch.ops.aten.index.Tensor and not _by_mask(args[1])):
-            self.dynamic = str(func)
-        self.random = self.random or torch.Tag.nondeterministic_seeded in tags
-        return func(*args, **(kwargs or {}))
-
-
-def _by_mask(indices: Any) -> bool:
-    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def known_dynamic(graph: fx.Graph) -> frozenset[str]:
+    """Names of the nodes that are known to depend on more than shapes; and of those that compute with their numbers."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        by_number = any(n in found and "dtype" not in n.meta for n in node.all_input_nodes)
+        if node.op in ("call_function", "call_method") and (by_number or facts_of(node).dynamic):
+            found.add(node)
+    return frozenset(node.name for node in found)
 
 
 def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any],

@@ -114,6 +114,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "resampling_forward_primitive_desc_create":
         [_OUT, _ENGINE, c_int, c_int, POINTER(c_float), _HANDLE, _HANDLE, _ATTRIBUTES],
     "get_effective_cpu_isa": [],
+    "set_primitive_cache_capacity": [c_int],
 }  # fmt: skip
 _RETURNS = {"memory_desc_get_size": c_size_t, "primitive_desc_query_md": c_void_p}
 _PLAIN = frozenset({"memory_desc_equal", "memory_desc_get_size", "primitive_desc_query_md", "get_effective_cpu_isa"})
@@ -159,6 +160,9 @@ class Library:
         #: Untyped, for arguments that are ctypes objects already: half a microsecond less each.
         self.execute = self.dll["dnnl_primitive_execute"]
         self.set_handle = self._functions["memory_set_data_handle"]
+        # Its own cache takes layouts that differ in strides of axes of size 1 for equal, and hands out a kernel made for
+        # the other one. binding.py keeps primitives instead.
+        self.call("set_primitive_cache_capacity", 0)
         self.engine = self.make("engine_create", _CPU, 0)
         self.stream = self.make("stream_create", self.engine, 1)
 

@@ -18,6 +18,7 @@ from torch import fx
 from ...graph import DEQUANTIZE, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
+from ...moves import names_dtype
 from ..cleanup import written_attributes
 from ..engine import (
     Lowering,
@@ -335,14 +336,7 @@ def _reason(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     chain = chain_of(lowering, nodes[0])
     if chain is None:
         return "no primitive for it"
-    if lowering.writes and len(chain.nodes) > 1:
-        between, inside = False, False
-        for node in lowering.graph.nodes:
-            inside = (inside or node is chain.nodes[0]) and node is not chain.nodes[-1]
-            between = between or (inside and bool(node.meta.get("writes")))
-        if between:
-            return "memory is written to in between"
-    return ""
+    return lowering.disturbed(chain.nodes)
 
 
 def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -476,7 +470,9 @@ _MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "permute", "tran
 
 def _only_moves(node: fx.Node) -> bool:
     found = bind(node)
-    return found is not None and found[0].name in _MOVING and isinstance(found[1][0], fx.Node)
+    if found is None or found[0].name not in _MOVING or names_dtype(node.args, node.kwargs):
+        return False
+    return isinstance(found[1][0], fx.Node)
 
 
 REWRITES: list[Rewrite] = [

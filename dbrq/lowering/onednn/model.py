@@ -8,13 +8,15 @@ import logging
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...graph import leaves, remove_dead, walk
+from ...op_facts import Memory, facts_of
+from ...watch import random_state_kept
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
@@ -23,7 +25,7 @@ from ..shared import add_masks_once, free_of_strides
 from . import mapping
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
-from .graphs import Segment, dynamic_nodes, segments_of
+from .graphs import Segment, dynamic_nodes, known_dynamic, segments_of
 from .library import library
 from .op import scriptable
 from .partitions import Partition
@@ -58,9 +60,11 @@ class OneDNNModel(LoweredModel):
         }
         self.placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
-        self.mutable = self.lowering.writes
+        memory = Memory(self.lowering.graph)
+        self.mutable = bool(memory.writes)
+        self._apart = frozenset(n for n in self.lowering.graph.nodes if memory.is_written(n))
         self._written = written_attributes(self.lowering.graph)
-        self._cut(dynamic)
+        self._cut(dynamic | known_dynamic(self.lowering.graph))
 
     def _options(self) -> dict[str, Any]:
         return {"dynamic": self._dynamic, "max_plans": self.max_plans}
@@ -70,6 +74,16 @@ class OneDNNModel(LoweredModel):
         self._parts = segments_of(self.lowering.graph, dynamic)
         self._whole = _alone(self._parts, self.placeholders, self._output)
         self._plans.clear()
+
+    def keep_in_torch(self, names: Collection[str]) -> None:
+        """Have torch run these nodes of the recorded graph from now on, and whatever was fused with them."""
+        found = set()
+        for node in self.lowering.graph.nodes:
+            module = self.lowering.modules.get(node.target) if node.op == "call_module" else None
+            inside = module.reference.nodes if isinstance(module, Partition) else ()
+            if node.op.startswith("call_") and any(n.name in names for n in (node, *inside)):
+                found.add(node.name)
+        self._cut(self._dynamic | found)
 
     # Calling
 
@@ -158,7 +172,7 @@ class OneDNNModel(LoweredModel):
         """See which nodes depend on values, and keep them out of plans."""
         args = copy.deepcopy(list(args))
         kept = self._written_tensors()
-        with self._lock:
+        with self._lock, random_state_kept():
             found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
             if found <= self._dynamic:
                 raise RuntimeError("dbrq: an op's result depends on values in a way that no plan can follow")
@@ -187,11 +201,12 @@ class OneDNNModel(LoweredModel):
         return value
 
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
-               last: Mapping[fx.Node, list[fx.Node]]) -> None:  # fmt: skip
+               last: Mapping[fx.Node, list[fx.Node]], apart: bool = False) -> None:  # fmt: skip
         for node in nodes:
             ending = last.get(node, [])
             b.about_to_end([env[n] for n in ending if n in env])
             b.op = node.meta.get("op") or node.name
+            b.apart = apart or node in self._apart
             env[node] = self._traced_node(b, node, env)
             b.count(env[node])
             for n in ending:
@@ -204,11 +219,10 @@ class OneDNNModel(LoweredModel):
         if node.op == "get_attr":
             held = self._tensors[node.target]  # type: ignore[index]
             return b.attribute(node.target) if isinstance(held, Tensor) else held  # type: ignore[arg-type]
-        writes = bool(node.meta.get("writes"))
         if node.op == "call_module":
             module = self._module(node.target)  # type: ignore[arg-type]
             if not isinstance(module, Partition):
-                return b.call(module, args, kwargs, writes)
+                return b.call(module, args, kwargs)
             b.words = module.words
             try:
                 return emit(b, module, args)
@@ -220,7 +234,9 @@ class OneDNNModel(LoweredModel):
                 return emit_conversion(b, args[0], qparams_of(node), is_quantize(node))
         if not any(isinstance(leaf, Value) for leaf in leaves((args, kwargs))) and _is_arithmetic(node):
             return node.target(*args, **kwargs)  # type: ignore[operator]
-        return b.call(_callable(node, args), tuple(args), kwargs, writes)
+        return b.call(
+            _callable(node, args), tuple(args), kwargs, facts=facts_of(node) if "facts" in node.meta else None
+        )
 
     def _referred(self, b: Builder, partition: Partition, args: Sequence[Any]) -> Any:
         """A partition's own nodes, by torch."""
@@ -229,7 +245,7 @@ class OneDNNModel(LoweredModel):
         env: dict[fx.Node, Any] = dict(zip(places, args, strict=True))
         inner = [n for n in nodes if n.op not in ("placeholder", "output")]
         op, dying = b.op, b._dying
-        self._trace(b, inner, env, {})
+        self._trace(b, inner, env, {}, b.apart)
         b.op, b._dying = op, dying
         result = env[nodes[-1].args[0]]
         for n in inner:

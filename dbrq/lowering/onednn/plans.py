@@ -149,11 +149,14 @@ class Instance:
     def _reader(self, value: Value) -> Callable[[], Tensor]:
         """What gives a value's tensor in a call."""
         tensors, slot = self.tensors, self._slot(value.buffer)
-        shape, strides, dtype = value.shape, value.strides, value.dtype
-        offset = value.offset // torch.empty((), dtype=dtype).element_size()
+        shape, strides, dtype, start = value.shape, value.strides, value.dtype, value.offset
+        offset = start // dtype.itemsize
 
         def read() -> Tensor:
             base = tensors[slot]
+            if base.dtype is not dtype:  # seen as elements of another dtype
+                start_now = (base.storage_offset() * base.element_size() + start) // dtype.itemsize
+                return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), start_now, shape, strides)
             if offset == 0 and base.shape == shape and base.stride() == strides:
                 return base
             return base.as_strided(shape, strides, base.storage_offset() + offset)

@@ -1,0 +1,201 @@
+"""What is right: fake quantization by the test suite's own mode, and how far from it a backend may be.
+
+A rounding that falls the other way is no fault, and a model may magnify it. So where a backend is not simply close to
+the reference, the reference itself is run again with its roundings dithered: what a backend differs by beyond what that
+dither moves is a wrong number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import helpers
+import torch
+from helpers import sqnr
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dbrq.kernels import QParams
+
+#: Dithered runs of the reference, and how far each moves a value before it is rounded, in steps.
+RUNS, DITHER = 6, 0.06
+#: A backend may differ this many times as much as the dither moves the reference.
+SLACK = 3.0
+#: Part of the range of values that no difference below counts: float arithmetic in another order.
+NOISE = 2e-4
+
+
+def leaves(tree: Any) -> list[Any]:
+    """What a model returned, without its containers."""
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for value in tree for leaf in leaves(value)]
+    return [tree]
+
+
+def structure(tree: Any) -> Any:
+    """The containers, with shapes and dtypes for tensors."""
+    if isinstance(tree, dict):
+        return {key: structure(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(structure(value) for value in tree)
+    return (tuple(tree.shape), tree.dtype) if isinstance(tree, Tensor) else tree
+
+
+def seeded(fn: Callable[..., Any], args: tuple, seed: int) -> Any:
+    """One call with random numbers that every backend is given alike."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return fn(*args)
+
+
+class Reference:
+    """A fake-quantized model made of the float one: nothing that runs in dbrq takes part, only what it decided."""
+
+    def __init__(self, model: nn.Module, converted: nn.Module) -> None:
+        self.converted = converted
+        self.stand_in = copy.deepcopy(model).eval()
+        quantized = dict(converted.named_modules())
+        with torch.no_grad():
+            for path, module in self.stand_in.named_modules():
+                for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                    if tensor is None:
+                        continue
+                    if f"{name}_int8" in quantized[path]._buffers:
+                        tensor.copy_(getattr(quantized[path], name).dequantize())
+                    elif name in quantized[path]._buffers:  # state that calibration changed
+                        module._buffers[name] = quantized[path]._buffers[name].clone()
+
+    def __call__(self, *args: Any) -> Any:
+        with helpers.FakeQuantizeMode(self.converted):
+            return self.stand_in(*args)
+
+    def dithered(self, args: tuple, seed: int, dither: float = DITHER) -> list[Any]:
+        """What several runs give whose roundings are dithered; the state stays as it is."""
+        stand_in, results = self.stand_in, []
+        try:
+            for run in range(RUNS):
+                generator = torch.Generator().manual_seed(run)
+                self.stand_in = copy.deepcopy(stand_in)
+
+                def fake_quantize(x: Tensor, q: QParams, generator: torch.Generator = generator) -> Tensor:
+                    moved = x / q.scale + (torch.rand(x.shape, generator=generator) * 2 - 1) * dither
+                    levels = torch.clamp(torch.round(moved) + q.zero_point, q.quant_min, q.quant_max)
+                    return (levels - q.zero_point) * q.scale
+
+                with patch.object(helpers, "fake_quantize", fake_quantize):
+                    results.append(seeded(self, copy.deepcopy(args), seed))
+        finally:
+            self.stand_in = stand_in
+        return results
+
+
+_ROUNDED = ("conv", "linear", "add", "mul", "sub", "cat", "stack", "matmul", "bmm", "mm", "norm", "pool", "einsum", "iadd",
+            "imul", "hardswish", "sigmoid", "tanh", "gelu", "silu", "relu", "elu", "mean", "softmax", "lstm", "gru", "rnn",
+            "interpolate", "bilinear", "div", "attention", "prelu", "mish", "rsub")  # fmt: skip
+
+
+class Crude(TorchFunctionMode):
+    """Every operand of what could be int8, rounded to 8 bits of its own range: how much int8 may cost this model.
+
+    Written with nothing of dbrq's, neither its kernels nor its decisions nor its ranges.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        if any(part in name for part in _ROUNDED) and not name.endswith("_"):
+            if not getattr(func, "__name__", "").startswith("__i"):
+                args = tuple(self._rounded(a) for a in args)
+        return func(*args, **(kwargs or {}))
+
+    def _rounded(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._rounded(item) for item in value)
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32 or value.numel() < 2:
+            return value
+        low, high = min(value.min().item(), 0.0), max(value.max().item(), 0.0)
+        step = max(high - low, 1e-8) / 255
+        if not math.isfinite(step):
+            return value
+        zero = round(-low / step)
+        return (torch.clamp(torch.round(value / step) + zero, 0, 255) - zero) * step
+
+
+def crude(model: nn.Module, args: tuple, seed: int) -> Any:
+    model = copy.deepcopy(model)
+    with Crude():
+        return seeded(model, copy.deepcopy(args), seed)
+
+
+def problem(
+    got: Any, expected: Any, float_: Any, dithered: Callable[[], list[Any]] | None, containers: bool = True
+) -> str:
+    """What is wrong with a backend's result beside the reference's; "" if nothing.
+
+    Args:
+        got: what the backend returned.
+        expected: the reference's.
+        float_: the float model's.
+        dithered: the reference's results with dither, made when they are needed.
+        containers: whether the classes of containers must be the same.
+    """
+    if containers and structure(got) != structure(expected):
+        return f"shape: {structure(got)} where the model gives {structure(expected)}"[:300]
+    ours, theirs, floats = leaves(got), leaves(expected), leaves(float_)
+    if [structure(leaf) for leaf in ours] != [structure(leaf) for leaf in theirs]:
+        return f"shape: {structure(got)} where the model gives {structure(expected)}"[:300]
+    for index, (a, b, f) in enumerate(zip(ours, theirs, floats, strict=True)):
+        if not isinstance(a, Tensor) or not a.numel():
+            continue
+        if a.is_complex():
+            a, b, f = (torch.view_as_real(t.resolve_conj()) for t in (a, b, f))
+
+        def moved(index: int = index) -> list[Tensor]:
+            results = [leaves(result)[index] for result in dithered()] if dithered is not None else []
+            return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in results]
+
+        if found := _leaf_problem(a.double(), b.double(), f.double(), moved):
+            return f"output {index}: {found}" if len(ours) > 1 else found
+    return ""
+
+
+def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tensor]]) -> str:
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        if b.isfinite().all():
+            return f"value: {(~a.isfinite()).sum()} of {a.numel()} are not finite"
+        a = torch.where(b.isfinite(), a, b)  # NaN may become finite (README)
+    finite = b.isfinite() & f.isfinite()
+    a, b, f = (torch.where(finite, t, torch.zeros_like(t)) for t in (a, b, f))
+    difference = (a - b).abs()
+    scale = max(b.abs().max().item(), f.abs().max().item(), 1e-30)
+    if difference.max() <= NOISE * scale:
+        return ""
+    spread = torch.stack([torch.where(finite, (m.double() - b).abs(), 0) for m in moved() or [b]])
+    most, energy = spread.max().item(), spread.pow(2).mean(tuple(range(1, spread.dim()))).max().sqrt().item()
+    ours = difference.pow(2).mean().sqrt().item()
+    if difference.max().item() <= SLACK * most + NOISE * scale and ours <= SLACK * energy + NOISE * scale:
+        return ""
+    worst = difference.reshape(-1).argmax().item()
+    return (
+        f"value: {sqnr(b, a):.1f} dB from the reference ({sqnr(f, b):.1f} dB from float); largest difference "
+        f"{difference.max().item():.3g} of {scale:.3g} at {worst} of {a.numel()}, dither moves {most:.3g}; "
+        f"{(difference > SLACK * most + NOISE * scale).float().mean().item():.1%} are off"
+    )
+
+
+def costs_too_much(got: Any, float_: Any, crude_: Any, margin: float) -> str:
+    """Whether a result is further from float than 8 bits explain."""
+    for a, f, c in zip(leaves(got), leaves(float_), leaves(crude_), strict=True):
+        if not isinstance(f, Tensor) or not f.is_floating_point() or not f.numel() or not f.isfinite().all():
+            continue
+        if a.shape != f.shape or not a.isfinite().all():
+            return "shape or values not finite"
+        mine, theirs = sqnr(f.double(), a.double()), sqnr(f.double(), c.double())
+        if mine < min(theirs - margin, 25.0):
+            return f"cost: {mine:.1f} dB from float, where 8 bits cost about {theirs:.1f}"
+    return ""

@@ -1,0 +1,314 @@
+"""One program through all backends, and what came of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
+
+import dbrq
+
+from .judge import Reference, costs_too_much, crude, leaves, problem, seeded
+from .program import Program
+
+BACKENDS = ("rewrite", "torchscript", "onednn")
+#: How much further from float than a crude quantization, in dB: on the example, and on what calibration did not see.
+MARGIN, UNSEEN = 14.0, 40.0
+#: What torch raises when a model does not take its inputs.
+REJECTED = (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AttributeError, KeyError, UnboundLocalError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that a program met.
+
+    Attributes:
+        backend: "prepare", "converted", "rewrite", "torchscript", "onednn", "inductor".
+        kind: "refused" (an error of dbrq's), "error" (any other), "value", "shape", "cost", "repeat", "input", "random",
+            "held", "crash" or "hang"; "refused" alone is no failure.
+        where: the line of dbrq that raised, or which call.
+        detail: the message.
+    """
+
+    backend: str
+    kind: str
+    where: str = ""
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind != "refused"
+
+    @property
+    def signature(self) -> str:
+        if self.kind in ("error", "refused"):
+            return f"{self.backend}/{self.kind}/{self.where}"
+        return f"{self.backend}/{self.kind}"
+
+
+class Stop(Exception):
+    """This backend can go no further."""
+
+
+class Run:
+    """A program being tried.
+
+    Args:
+        program: the program.
+        backends: which of "rewrite", "torchscript", "onednn" and "inductor".
+        stage: told what runs next, so that a crash can be attributed.
+    """
+
+    def __init__(self, program: Program, backends: Sequence[str], stage: Callable[[str], None] = lambda name: None) -> None:
+        self.program, self.backends, self.stage = program, backends, stage
+        self.findings: list[Finding] = []
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> list[Finding]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._float()
+                converted = self._converted()
+            except Stop:
+                return self.findings
+            for backend in self.backends:
+                started = time.perf_counter()
+                self._backend(backend, converted)
+                self.seconds[backend] = time.perf_counter() - started
+        return self.findings
+
+    # Steps
+
+    def _float(self) -> None:
+        """What the float model does on each call; a call that it rejects is left out."""
+        self.model = self.program.build()
+        self.args = [self.program.inputs(number) for number in range(len(self.program.calls))]
+        try:
+            seeded(copy.deepcopy(self.model), copy.deepcopy(self.args[0]), 0)
+        except REJECTED:
+            raise Stop from None
+
+    def _expected(self, converted: nn.Module) -> None:
+        started = time.perf_counter()
+        model = copy.deepcopy(self.model)
+        buffers = dict(converted.named_buffers())
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+        self.float: list[Any] = []
+        self.after: list[Any] = []
+        for number, args in enumerate(self.args):
+            used = copy.deepcopy(args)
+            try:
+                result = seeded(model, used, number)
+            except REJECTED:
+                self.float.append(None)
+                self.after.append(None)
+                continue
+            self.float.append(copy.deepcopy(result))
+            self.after.append(used)
+        self.reference: Reference | None = None
+        self.expected: list[Any] = [None] * len(self.args)
+        self.spreads: dict[int, list[Any]] = {}
+        if self.program.config == "float":
+            self.expected = list(self.float)
+            return
+        reference = Reference(self.model, converted)
+        before = copy.deepcopy(reference.stand_in)
+        for number, args in enumerate(self.args):
+            if self.float[number] is None:
+                continue
+            state = copy.deepcopy(reference.stand_in) if self.program.stateful else None
+            try:
+                self.expected[number] = seeded(reference, copy.deepcopy(args), number)
+            except (AssertionError, StopIteration, RuntimeError, KeyError, TypeError, ValueError, IndexError):
+                self.expected[number] = None  # another path than the recorded one: only the cost is judged
+            if state is not None:
+                self.states = getattr(self, "states", {})
+                self.states[number] = state
+        self.reference = reference
+        if not self.program.stateful:
+            reference.stand_in = before
+        self.seconds["reference"] = time.perf_counter() - started
+
+    def _spread(self, number: int) -> list[Any]:
+        if number not in self.spreads:
+            if self.reference is None:
+                return []
+            kept = self.reference.stand_in
+            self.reference.stand_in = getattr(self, "states", {}).get(number, kept)
+            self.spreads[number] = self.reference.dithered(self.args[number], number)
+            self.reference.stand_in = kept
+        return self.spreads[number]
+
+    def _converted(self) -> nn.Module:
+        program = self.program
+        started = time.perf_counter()
+        self.stage("prepare")
+        state = torch.get_rng_state()
+        try:
+            if program.config == "float":
+                self._expected(self.model)
+                return self.model
+            mapping = None
+            if program.config == "dynamic":
+                mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+            model = copy.deepcopy(self.model)
+            prepared = dbrq.prepare(model, program.inputs(0), mapping)
+            if not torch.equal(state, torch.get_rng_state()):
+                self._add("prepare", "random", "", "prepare changed the random state")
+            with torch.no_grad():
+                for variant, factor in enumerate((1, 1, 1, 1.4)):  # wider than what is judged, so that little saturates
+                    prepared(*(scaled(value, factor) for value in program.inputs(0, variant)))
+            self.stage("convert")
+            converted = dbrq.convert(prepared)
+        except Exception as error:
+            self._raised("prepare", error)
+            raise Stop from None
+        self.seconds["convert"] = time.perf_counter() - started
+        self._expected(converted)
+        self.stage("converted")
+        started = time.perf_counter()
+        used = copy.deepcopy(converted) if program.stateful else converted
+        self._judge("converted", used)
+        self.seconds["converted"] = time.perf_counter() - started
+        return converted
+
+    def _backend(self, backend: str, converted: nn.Module) -> None:
+        self.stage(backend)
+        if self.program.config == "float" and backend == "rewrite":
+            return
+        example = self.program.inputs(0)
+        source = copy.deepcopy(converted) if self.program.stateful else converted
+        state = torch.get_rng_state()
+        try:
+            lowered = dbrq.rewrite(source, example) if backend == "rewrite" else dbrq.lower(source, example, backend=backend)
+        except Exception as error:
+            self._raised(backend, error)
+            return
+        if backend != "inductor" and not torch.equal(state, torch.get_rng_state()):
+            self._add(backend, "random", "", "lowering changed the random state")
+        self.stage(f"{backend} runs")
+        self._judge(backend, lowered)
+
+    def _judge(self, backend: str, model: nn.Module) -> None:
+        held: list[tuple[Any, Any]] = []
+        order = [*range(len(self.args)), 0]
+        for position, number in enumerate(order):
+            if self.float[number] is None or (position == len(order) - 1 and self.program.stateful):
+                continue
+            result = self._call(backend, model, number)
+            if result is None:
+                continue
+            first = position < len(self.args)
+            if found := self._problem(backend, number, result[0]):
+                kind, _, detail = found.partition(": ")
+                if kind.startswith("output"):
+                    kind, _, detail = detail.partition(": ")
+                self._add(backend, kind, f"call {number}{'' if first else ' again'}", detail)
+                return
+            if not first and held and not _same(result[0], held[0][1]) and not self._random_inductor(backend):
+                self._add(backend, "repeat", "call 0 again", "not what the first call returned, bit by bit")
+                return
+            held.append((result[0], copy.deepcopy(result[0])))
+        for number, (kept, copied) in enumerate(held):
+            if not _same(kept, copied):
+                self._add(backend, "held", f"call {number}", "a result changed after later calls")
+                return
+
+    def _random_inductor(self, backend: str) -> bool:
+        return backend == "inductor" and self.program.random
+
+    def _call(self, backend: str, model: nn.Module, number: int) -> tuple[Any] | None:
+        used = copy.deepcopy(self.args[number])
+        try:
+            result = seeded(model, used, number)
+        except Exception as error:
+            self._raised(backend, error, f"call {number}: ")
+            return None
+        if self._random_inductor(backend):
+            return (result,)
+        before = [*leaves(self.args[number])]
+        for was, now, should in zip(before, leaves(used), leaves(self.after[number]), strict=True):
+            if isinstance(was, Tensor) and torch.equal(was, should) != torch.equal(was, now):
+                text = "was changed" if torch.equal(was, should) else "was not changed as the model does"
+                self._add(backend, "input", f"call {number}", f"an input {text}")
+        return (result,)
+
+    def _problem(self, backend: str, number: int, result: Any) -> str:
+        containers = backend != "torchscript"
+        if self._random_inductor(backend):
+            return ""
+        if self.expected[number] is not None:
+            dithered = (lambda: self._spread(number)) if self.reference is not None else None
+            if found := problem(result, self.expected[number], self.float[number], dithered, containers):
+                return found
+        elif found := problem(result, result, self.float[number], None, containers):
+            return found
+        if self.program.config == "float" or backend != "converted":
+            return ""
+        rough = crude(self.model, self.args[number], number) if not self.program.stateful else None
+        if rough is None:
+            return ""
+        return costs_too_much(result, self.float[number], rough, MARGIN if number == 0 else UNSEEN)
+
+    # Findings
+
+    def _raised(self, backend: str, error: Exception, prefix: str = "") -> None:
+        said = re.search(r"dbrq: [^\n]*", str(error))  # assertions that graphs and scripts carry
+        detail = f"{prefix}{type(error).__name__}: {error}"
+        detail = detail if len(detail) < 900 else f"{detail[:300]} ... {detail[-600:]}"
+        if isinstance(error, dbrq.QuantizationError):
+            self._add(backend, "refused", f"{_where(error)} {_words(error)}", detail)
+        elif said:
+            self._add(backend, "refused", _words(said.group()), detail)
+        else:
+            self._add(backend, "error", _where(error), detail)
+
+    def _add(self, backend: str, kind: str, where: str, detail: str) -> None:
+        self.findings.append(Finding(backend, kind, where.strip(), detail))
+
+
+def scaled(value: Any, factor: float) -> Any:
+    return value * factor if isinstance(value, Tensor) and value.is_floating_point() and factor != 1 else value
+
+
+def _words(error: object) -> str:
+    """The first line of a message, without its numbers and names."""
+    text = str(error).partition("\n")[0]
+    return re.sub(r"\d+|(?<=: ).*$|'[^']*'", "_", text)[:70] if not text.startswith("dbrq:") else re.sub(r"\d+", "_", text)[:60]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of dbrq on the way to an error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if "/dbrq/" in f.filename]
+        if frames:
+            file = frames[-1].filename.rpartition("/dbrq/")[2]
+            return f"{file}:{frames[-1].name}:{type(error).__name__}"
+        cause = cause.__cause__
+    return type(error).__name__
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all(
+        torch.equal(x, y) or (x.shape == y.shape and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))) if isinstance(x, Tensor) else x == y
+        for x, y in zip(leaves(a), leaves(b), strict=True)
+    )
+
+
+def run(program: Program, backends: Sequence[str] = BACKENDS, stage: Callable[[str], None] = lambda name: None) -> list[Finding]:
+    """Everything that a program met."""
+    return Run(program, backends, stage).run()

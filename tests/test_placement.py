@@ -1,0 +1,70 @@
+"""Decisions about long chains of ops: found without recursion, each value looked at a few times however they branch."""
+
+import pytest
+import torch
+from helpers import convert, run, sqnr
+from torch import nn
+
+import dbrq
+
+
+class Chain(nn.Module):
+    """``count`` rounds of ops around linear layers."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        super().__init__()
+        self.kind, self.count = kind, count
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "before the first layer":
+            for _ in range(self.count):
+                x = x * x + x
+            return self.last(x)
+        x = self.first(x)
+        if self.kind == "behind a float op":
+            x = torch.sin(x)
+        for _ in range(self.count):
+            x = x.transpose(1, 2) if self.kind == "views" else x * 0.999 + 0.001
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", ["before the first layer", "behind a float op", "views", "between layers"])
+def test_two_thousand_ops_in_a_row(kind):
+    """``x * x + x`` doubled the time of each round, and 250 views met Python's limit of recursion."""
+    model, x = Chain(kind, 1000), -torch.rand(2, 4, 4)
+    prepared = dbrq.prepare(model.eval(), x)
+    decisions = [op.decision.precision for op in prepared._auto_quant_state.ops() if op.row.takes_weight]
+    assert set(decisions) == {"int8"}
+
+
+@pytest.mark.parametrize("kind", ["before the first layer", "behind a float op", "views", "between layers"])
+def test_a_long_chain_is_decided_on_as_a_short_one(kind):
+    x = -torch.rand(2, 4, 4)
+    short, long = (convert(Chain(kind, count), x).quantized for count in (3, 60))
+    ops = ({op.op: op.decision.precision for op in m._auto_quant_state.ops()} for m in (short, long))
+    assert next(ops) == next(ops)
+    reasons = ({row.reason for row in dbrq.report(m).rows} for m in (short, long))
+    assert next(reasons) == next(reasons)
+
+
+def test_two_ops_that_read_each_other_on_different_paths():
+    """Values of all paths together may form a circle; looking for who made them went round for ever."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, swap: bool) -> torch.Tensor:
+            for step in (1, 0) if swap else (0, 1):
+                x = x + 1.0 if step else x * 2.0
+            return self.layer(x)
+
+    model, x = Either().eval(), torch.rand(8, 4)
+    prepared = dbrq.prepare(model, (x, False))
+    for swap in (False, True):
+        run(prepared, (x, swap))
+    converted = dbrq.convert(prepared)
+    for swap in (False, True):
+        assert sqnr(run(model, (x, swap)), run(converted, (x, swap))) > 30
