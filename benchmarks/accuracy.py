@@ -66,7 +66,7 @@ def measure(bench: Benchmark) -> tuple[list[Any], list[str]]:
             notes.append(f"{bench.name}, {run.__name__}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
         if run is run_dbrq:
             report = dbrq.report(quantized)
-            ops = sum(r.macs > 0 and r.op not in ("matmul", "scaled_dot_product_attention") for r in report.rows)
+            ops = sum(r.macs > 0 and r.weighs for r in report.rows)
             coverage = [f"{report.coverage:.1%}", f"{int8_kernel_calls(quantized, bench.test[0])} of {ops}"]
             size = [sum(v.nbytes for v in m.state_dict().values()) for m in (quantized, bench.model)]
     return [*row, *coverage, f"{size[0] / size[1]:.3f}"], notes

@@ -26,8 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from int8_patterns import PATTERNS, Pattern, fusions
 from peers.of_inductor import pt2e
 
-from dbrq.lowering.inductor import generated_code
-
 PAGE = Path(__file__).parents[1] / "docs" / "patterns.md"
 HEAD = """# Patterns
 
@@ -85,13 +83,14 @@ def row(pattern: Pattern) -> list[Any]:
 
 def of_pt2e(pattern: Pattern, model: nn.Module, x: Tensor, calibration: list[Tensor]) -> tuple[Counter, Any]:
     import torch._inductor.config as config
+    from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
     shapes = (dict.fromkeys(pattern.free, Dim.AUTO),) if pattern.free else None
     graph = pt2e("", model, calibration, shapes)
     narrow = torch.autocast("cpu", torch.bfloat16, enabled=pattern.bfloat16)
-    with config.patch(freezing=True), torch.no_grad(), narrow, generated_code() as codes:
-        output = torch.compile(graph, dynamic=bool(pattern.free))(x)
+    with config.patch(freezing=True), torch.no_grad(), narrow:
+        output, codes = run_and_get_code(torch.compile(graph, dynamic=bool(pattern.free)), x)
     return fusions("\n".join(codes)), output
 
 

@@ -10,6 +10,7 @@
 1.0
 """
 
+from .doctor import doctor
 from .errors import (
     CalibrationError,
     CompilerError,
@@ -61,6 +62,7 @@ __all__ = [
     "compare",
     "convert",
     "default_qconfig_mapping",
+    "doctor",
     "export",
     "export_onnx",
     "find_fusions",

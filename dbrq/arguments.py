@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from .auto_trace import InterceptedForward
 from .containers import tree_map
 from .mappings import OpRow, Role
-from .record import SeenOp, TensorSpec
+from .record import TensorSpec
 
 
 def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
@@ -75,12 +74,3 @@ def constant(value: Any) -> Any:
     if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
         return tuple(value)
     return None
-
-
-def macs(row: OpRow, seen: SeenOp, bound: Sequence[Any], module: InterceptedForward | None) -> int:
-    """Multiply-accumulates: elements times the weights that each takes part in."""
-    if row.name == "matmul":
-        return math.prod(seen.result.shape) * (seen.inputs[0].shape[-1] if seen.inputs[0].shape else 1)
-    weight = bound[1] if len(bound) > 1 else module.module.weight  # type: ignore[union-attr]
-    transposed = row.role is Role.FLOAT  # there each input element meets weights, not each output element
-    return math.prod(seen.inputs[0].shape if transposed else seen.result.shape) * math.prod(weight.shape[1:])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -191,7 +190,7 @@ def as_forward_sees(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
     before, hooks = model.__dict__.get("forward"), model._forward_hooks
     model.__dict__["forward"], model._forward_hooks = capture, OrderedDict()
     try:
-        with contextlib.suppress(_Seen), warnings.catch_warnings():
+        with contextlib.suppress(_Seen):
             model(*args, **kwargs)
     finally:
         model._forward_hooks = hooks

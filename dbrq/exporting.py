@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import logging
 import operator
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -29,12 +26,12 @@ from .errors import ERRORS_OF_CODE, RewriteError, is_bug
 from .graph import DEQUANTIZE_PER_CHANNEL
 from .graph_io import RestoringCodeGen
 from .guards import without_autocast
+from .quiet import quiet
 from .rewriter import Recording, record
 from .watch import random_state_kept
 
-#: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
-#: those of sizes that it was told are free from its own UserError, which is an Exception.
-ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
+log = logging.getLogger("dbrq.lowering")
+
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
 
@@ -88,7 +85,7 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except ERRORS_OF_TRACING as error:
+    except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise
         raise RewriteError(
@@ -116,14 +113,16 @@ def program_of(
     free = pytree.tree_map(_free, {**dict(zip(names, args, strict=False)), **kwargs})
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
         try:
-            with shape_config.patch(backed_size_oblivious=oblivious):
+            # Copying a program, torch warns of its own classes.
+            with shape_config.patch(backed_size_oblivious=oblivious), quiet(FutureWarning):
                 program = _exported(graph, args, kwargs, free)
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
                 return program
-        except ERRORS_OF_TRACING as error:  # torch's, of sizes that it cannot keep free
+        except ERRORS_OF_CODE as error:  # torch's, of sizes that it cannot keep free
             if is_bug(error):
                 raise
+            log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)
     return _exported(graph, args, kwargs, None)
 
 
@@ -164,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     # torch.export logs each size that it cannot keep free.
-    with torch.no_grad(), quiet_loggers("torch._export", "torch.fx.experimental.symbolic_shapes"):
+    with torch.no_grad(), quiet(loggers=("torch._export", "torch.fx.experimental.symbolic_shapes")):
         before = _checks.set({})
         try:
             program = torch.export.export(_Exportable(graph), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -172,22 +171,6 @@ def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynami
         finally:
             _checks.reset(before)
     return program
-
-
-@contextlib.contextmanager
-def quiet_loggers(*names: str) -> Iterator[None]:
-    """Nothing less than errors is logged, and no warning given, of what libraries do by themselves."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _free(leaf: Any) -> Any:

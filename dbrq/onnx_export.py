@@ -16,8 +16,9 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from .errors import ConfigurationError, ExportError
-from .exporting import exported, quiet_loggers
+from .errors import ERRORS_OF_CODE, ConfigurationError, ExportError, is_bug
+from .exporting import exported
+from .quiet import quiet
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
 OPSET = 20
@@ -110,10 +111,12 @@ def _translations() -> dict:
 
 def _translated(program: ExportedProgram, translations: dict, opset_version: int) -> torch.onnx.ONNXProgram:
     try:
-        with torch.no_grad(), quiet_loggers("torch.onnx", "onnxscript", "onnx_ir"):
+        with torch.no_grad(), quiet(loggers=("torch.onnx", "onnxscript", "onnx_ir")):
             onnx_program = torch.onnx.export(program, dynamo=True, custom_translation_table=translations,
                                              opset_version=opset_version, verbose=False)  # fmt: skip
-    except Exception as error:
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
         cause: BaseException = error
         while cause.__cause__ is not None:  # torch wraps what happened in advice to its developers
             cause = cause.__cause__

@@ -180,7 +180,10 @@ def memory_of(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # a subclass that computes its elements
+            return None
 
 
 # Nodes
@@ -254,6 +257,20 @@ def assumed(node: fx.Node) -> Facts:
     aliases = first if may_alias(function) or writes else ()
     dynamic = any(tag in op.tags for op in found for tag in _DYNAMIC_TAGS) and function is not operator.getitem
     return Facts(name, tuple(writes), aliases, bool(found) and may_be_random(function), dynamic)
+
+
+def is_unsaid(node: fx.Node) -> bool:
+    """Whether a node of a single op writes, or gives a view, and the op's schema does not say so: what goes by schemas
+    alone, as TorchScript does, takes such a write for none.
+    """
+    facts, found = facts_of(node), _overloads(node.target)  # type: ignore[arg-type]
+    if not found or node.op not in ("call_function", "call_method"):
+        return False
+    if facts.writes and not ("out" in node.kwargs or node.kwargs.get("inplace")):
+        said = (a for op in found for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return not any(isinstance(a.type, torch.TensorType) for a in said)
+    one = all(isinstance(r.type, torch.TensorType) for op in found for r in op._schema.returns)
+    return bool(facts.aliases) and not facts.writes and one and not may_alias(node.target)  # type: ignore[arg-type]
 
 
 def written(node: fx.Node) -> list[fx.Node]:

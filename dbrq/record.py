@@ -174,6 +174,7 @@ class SeenOp:
         norm: running mean, running variance, weight and bias of a batch norm, and eps.
         pad: padding to apply before a convolution, and its mode.
         macs: multiply-accumulates for the example's shapes.
+        weighs: whether they are with weights: parameters, and what comes from parameters.
         qconfig: what the user's mapping says for it.
     """
 
@@ -203,6 +204,7 @@ class SeenOp:
     is_module: bool = False
     inplace: bool = False
     macs: int = 0
+    weighs: bool = False
     qconfig: QConfig | None = None
     decision: Decision = field(default_factory=Decision)
 

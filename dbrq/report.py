@@ -36,6 +36,7 @@ class ReportRow:
         reason: why float, else "".
         kernel: what runs.
         macs: multiply-accumulates for the example's shapes.
+        weighs: whether they are with weights: parameters, and what comes from parameters.
     """
 
     path: str
@@ -44,6 +45,7 @@ class ReportRow:
     reason: str
     kernel: str
     macs: int
+    weighs: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ class Report:
 
     @property
     def coverage(self) -> float:
-        """Share of convolution and linear multiply-accumulates done in int8, 0 to 1."""
-        return self._share(lambda row: row.op not in ("matmul", "scaled_dot_product_attention"))
+        """Share of multiply-accumulates with weights done in int8, 0 to 1: those of convolutions, linear and recurrent
+        layers, experts, and of any other product with parameters.
+        """
+        return self._share(lambda row: row.weighs)
 
     @property
     def coverage_all(self) -> float:
-        """As ``coverage``, with matmuls and scaled dot product attention."""
+        """As ``coverage``, with products of activations, as in attention."""
         return self._share(lambda row: True)
 
     def _share(self, counts: Any) -> float:
@@ -108,8 +112,8 @@ class Report:
         ]
         head = ["path", "op", "precision", "MMACs", "kernel, or why float"]
         summary = (
-            f"int8: {self.coverage:.1%} of convolution and linear multiply-accumulates, "
-            f"{self.coverage_all:.1%} with matmuls"
+            f"int8: {self.coverage:.1%} of multiply-accumulates with weights, "
+            f"{self.coverage_all:.1%} with those of activations among themselves"
         )
         text = f"{tabulate(table, head)}\n{summary}"
         branching = {(row.module, row.call) for row in self.paths if row.number}
@@ -144,7 +148,7 @@ def report(model: nn.Module) -> Report:
     if state is None:
         raise ConfigurationError("report reads prepared, lowered and converted models", got=type(model).__name__)
     seen = state.token.record.ops
-    rows = [_row(op) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
+    rows = [_row(op, state.token) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
     for path, module in model.named_modules():
         found = LEAVES.get(type(module).forward)
@@ -175,9 +179,13 @@ def rows_as_json(rows: Iterable[ReportRow]) -> list[list]:
     return [list(dataclasses.astuple(row)) for row in rows]
 
 
-def _row(op: SeenOp) -> ReportRow:
+def _row(op: SeenOp, token: Any) -> ReportRow:
     d = op.decision
-    return ReportRow(op.path, op.op, d.precision, d.reason, d.kernel, op.macs)
+    kernel = d.kernel
+    for _, packed in token.packed_for(op).values() if op.row.role is Role.COMPUTE and op.weight is not None else ():
+        if packed.words:
+            kernel = packed.words + "".join(kernel.partition(" + ")[1:])
+    return ReportRow(op.path, op.op, d.precision, d.reason, kernel, op.macs, op.weighs)
 
 
 @dataclass(frozen=True)

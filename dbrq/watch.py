@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import random
 import weakref
 from collections import Counter, defaultdict
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from .arguments import activations, bind_leaf, constant, macs, specified
-from .auto_trace import InterceptedForward, active, hook_log, look, untagged, version_of
+from .arguments import activations, bind_leaf, constant, specified
+from .auto_trace import InterceptedForward, active, hook_log, look, version_of
 from .computed import Computed, computed
 from .containers import tree_leaves, tree_map
 from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
@@ -34,6 +33,7 @@ from .mappings import (
     FUNCTIONS,
     OTHER,
     READS_NUMBER,
+    Multiplied,
     OpRow,
     Role,
     asks_inplace,
@@ -56,7 +56,7 @@ from .record import (
     Value,
 )
 from .sites import border, site, user_line
-from .tensors import geometry_of
+from .tensors import geometry_of, unmarked
 
 if TYPE_CHECKING:
     from .observing import Observing
@@ -196,7 +196,7 @@ class Watch(TorchFunctionMode):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
                     self._find_varying()
-                return tree_map(untagged, output)
+                return tree_map(unmarked, output)
         finally:
             active.call = previous
 
@@ -455,11 +455,7 @@ class Watch(TorchFunctionMode):
             self.record.values[vid].readers.append(seen)
         if hooked:
             frame.call.paths[0].steps.append(seen)  # type: ignore[union-attr]
-        if op == "scaled_dot_product_attention":
-            query, key = inputs[0].shape, inputs[1].shape
-            seen.macs = 2 * math.prod(query) * key[-2]
-        elif (hooked and row.role is Role.COMPUTE) or row.name.startswith("conv_transpose"):
-            seen.macs = macs(row, seen, bound, module)
+        self._count(seen, args, kwargs, bound, module)
         self.record.ops.append(seen)
         known = started.known
         if known is not None:
@@ -468,6 +464,28 @@ class Watch(TorchFunctionMode):
         if self.on_op is not None:
             self.on_op(seen if known is None else known, output)
         return seen
+
+    def _count(
+        self, seen: SeenOp, args: tuple, kwargs: dict, bound: Sequence[Any], module: InterceptedForward | None
+    ) -> None:
+        """Multiply-accumulates, and whether weights are among what they multiply."""
+        row = seen.row
+        if row.macs is None or not any(i.dtype.is_floating_point for i in seen.inputs):
+            return
+        leaf = module.module if module is not None and seen.is_module else None
+        shapes = [info.shape for info in seen.inputs]
+        seen.macs = row.macs(Multiplied(bound, shapes, seen.result.shape, leaf))
+        added = bound[0] if "beta" in row.names else None
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not added]
+        seen.weighs = row.always_weighs or any(map(self._is_weight, operands))
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, comes from parameters alone, or is a choice of a parameter's elements."""
+        value, how = self._value(tensor), self._source(tensor)
+        storage = _storage(tensor)
+        keys = [value.parameter, None if storage is None else self._parameters.get(storage)]
+        keys += [ref.key for ref in how.sources] if isinstance(how, Computed) else []
+        return any(key is not None and key[1] in self._modules[key[0]]._parameters for key in keys)
 
     def _describe(self, seen: SeenOp, row: OpRow, bound: list, module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""

@@ -68,6 +68,20 @@ ARGUMENTS = {
     **{name: lambda: {"input": image(), "dim": 1} for name in ("softmax", "log_softmax")},
     "scaled_dot_product_attention": lambda: {name: image() for name in ("query", "key", "value")},
     "pow": lambda: {"input": image(), "exponent": 2},
+    **{name: lambda: {"input": torch.rand(3, 4), "other": torch.rand(4, 5)} for name in ("mm", "linalg_matmul")},
+    "mv": lambda: {"input": torch.rand(3, 4), "vec": torch.rand(4)},
+    "dot": lambda: {"input": torch.rand(4), "tensor": torch.rand(4)},
+    "inner": lambda: {"input": torch.rand(3, 4), "other": torch.rand(5, 4)},
+    "addmm": lambda: {"input": torch.rand(3, 5), "mat1": torch.rand(3, 4), "other": torch.rand(4, 5)},
+    "addmv": lambda: {"input": torch.rand(3), "mat": torch.rand(3, 4), "vec": torch.rand(4)},
+    "baddbmm": lambda: {"input": torch.rand(2, 3, 5), "batch1": torch.rand(2, 3, 4), "batch2": torch.rand(2, 4, 5)},
+    "addbmm": lambda: {"input": torch.rand(3, 5), "batch1": torch.rand(2, 3, 4), "batch2": torch.rand(2, 4, 5)},
+    "bilinear": lambda: {"input1": torch.rand(2, 3), "input2": torch.rand(2, 4), "weight": torch.rand(5, 3, 4)},
+    "einsum": lambda: {"equation": "ij,jk", "operands": [torch.rand(3, 4), torch.rand(4, 5)]},
+    "tensordot": lambda: {"a": torch.rand(3, 4), "b": torch.rand(4, 5), "dims": 1},
+    "chain_matmul": lambda: {"matrices": torch.rand(3, 4)},
+    "multi_dot": lambda: {"input": [torch.rand(3, 4), torch.rand(4, 5)]},
+    "grouped_mm": lambda: {"input": torch.rand(2, 8, 16), "other": torch.rand(2, 16, 8)},
 }
 #: Moves with arguments beside the input, positional.
 MOVES = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -181,49 +182,38 @@ def _held(kernel: nn.Module) -> dict:
     return held
 
 
-def geometry_of(kernel: script.Conv, shape: Sequence[int]) -> Geometry:
-    """The geometry that a scriptable convolution asks its kernel for, with an input of ``shape``."""
-    pads = kernel.hand_padding if kernel.pads_by_hand else [0] * kernel.ndim
-    spatial = tuple(size + 2 * pad for size, pad in zip(shape[2:], pads, strict=True))
-    return Geometry((*shape[:2], *spatial), kernel.weight.shape[0], kernel.kernel, kernel.stride, kernel.padding,
-                    kernel.dilation, kernel.groups)  # fmt: skip
+def geometry_of(kernel: script.Conv) -> Geometry:
+    """The geometry that a scriptable convolution asks its kernel for, with the example's input."""
+    return Geometry(kernel.shape, kernel.weight.shape[0], kernel.kernel, kernel.stride, kernel.padding, kernel.dilation,
+                    kernel.groups)  # fmt: skip
 
 
-def proven(kernel: nn.Module, shape: Sequence[int], top: int) -> nn.Module:
+def proven(kernel: script.Conv | script.Linear, shape: Sequence[int], top: int) -> tuple[nn.Module, str]:
     """A scriptable convolution or linear layer, or what computes the same and is right here.
 
     Args:
-        kernel: of ``script``; another module is returned as it is.
         shape: of the example's input.
         top: the largest level of the input.
+
+    Returns:
+        The module, and in words what stands in for the kernel, "" if nothing does.
     """
     if isinstance(kernel, script.Conv):
         summed = _DTYPES[kernel.kind] if isinstance(kernel, script.ConvSum) else None
         call = _call(kernel, kernel.input_zero_point != 0, top, summed)
-        way = way_of_convolution(geometry_of(kernel, shape), call)
-        if way is Way.NATIVE and isinstance(kernel, script.ConvSum):  # at run time it may be done in two steps
-            alone = replace(call, post_op="none", out=torch.float32, summed=None)
-            way = way_of_convolution(geometry_of(kernel, shape), alone)
-        return in_way(kernel, way)
-    if isinstance(kernel, script.Linear):
-        image = isinstance(kernel, (script.PointwiseConv, script.PointwiseConvAdd))
-        rows = (shape[0] * shape[2] * shape[3]) if image else _count(shape[:-1])
-        outer, inner = kernel.weight.shape
-        adds = isinstance(kernel, script.LinearAdd)
-        sums = adds and kernel.binary == "sum"  # type: ignore[union-attr]
-        float_type = torch.bfloat16 if kernel.kind == 2 else torch.float32
-        summed = (torch.uint8 if kernel.reads_int8 else float_type) if adds else None  # type: ignore[union-attr]
-        dynamic = isinstance(kernel, script.DynamicLinear)
-        call = _call(kernel, dynamic or kernel.input_zero_point != 0, top, summed)
-        return kernel if is_linear_right(rows, inner, outer, call, adds and not sums) else in_levels(kernel)
-    return kernel
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+        way = way_of_convolution(geometry_of(kernel), call)
+        return in_way(kernel, way), "" if way is Way.NATIVE else way.value
+    image = isinstance(kernel, (script.PointwiseConv, script.PointwiseConvAdd))
+    rows = (shape[0] * shape[2] * shape[3]) if image else math.prod(shape[:-1])
+    outer, inner = kernel.weight.shape
+    adds = isinstance(kernel, script.LinearAdd)
+    sums = adds and kernel.binary == "sum"  # type: ignore[union-attr]
+    float_type = torch.bfloat16 if kernel.kind == 2 else torch.float32
+    summed = (torch.uint8 if kernel.reads_int8 else float_type) if adds else None  # type: ignore[union-attr]
+    dynamic = isinstance(kernel, script.DynamicLinear)
+    call = _call(kernel, dynamic or kernel.input_zero_point != 0, top, summed)
+    right = not rows or is_linear_right(rows, inner, outer, call, adds and not sums)
+    return (kernel, "") if right else (in_levels(kernel), IN_LEVELS)
 
 
 def _call(kernel: script.Conv | script.Linear, zero_point: bool, top: int, summed: torch.dtype | None) -> Call:

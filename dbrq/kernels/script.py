@@ -876,6 +876,27 @@ def max_pool(
     return torch.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode).to(torch.uint8)
 
 
+def max_pool_of_levels(
+    q: Tensor, kernel: List[int], stride: List[int], padding: List[int], dilation: List[int], ceil_mode: bool
+) -> Tensor:
+    """The same in float32, which holds levels exactly."""
+    assert q.dim() == len(kernel) + 2 and q.numel() > 0, "dbrq: an int8 max pool takes a batch that is not empty"
+    levels = q.to(torch.float32)
+    if len(kernel) == 1:
+        levels = torch.max_pool1d(levels, kernel, stride, padding, dilation, ceil_mode)
+    elif len(kernel) == 2:
+        levels = torch.max_pool2d(levels, kernel, stride, padding, dilation, ceil_mode)
+    else:
+        levels = torch.max_pool3d(levels, kernel, stride, padding, dilation, ceil_mode)
+    return levels.to(torch.uint8)
+
+
+def matmul_of_levels(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
+    """``int8_matmul`` in float32."""
+    assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"
+    return torch.matmul(a.to(torch.float32) - za, b.to(torch.float32) - zb).mul_(scale)
+
+
 def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
     """Batched ``a @ b`` of two uint8 tensors -> float32, exact until the last scaling; see ``kernels.int8_matmul``."""
     assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"

@@ -1,8 +1,9 @@
 """Runs of kernels on integers of their own, compared with exact arithmetic; see ``selfcheck`` and ``formulations``.
 
-Each trial returns what is wrong, "" if nothing is. Scales are powers of two, so results are exact. The input lies between
-zones of other bytes, and so does what a kernel writes over. Elements compared are the corners of the result, in the first
-and last item of the batch, and random ones, at all output channels of each; all of them where that is cheap.
+Each trial returns what is wrong, "" if nothing is. Scales are powers of two, so results are exact. The input is part of a
+larger memory full of other numbers, and what a kernel writes over lies between guard zones. Elements compared are the
+corners of the result, in the first and last item of the batch, and random ones, at all output channels of each; all of
+them where that is cheap. Rows of weights repeat after ``_ROWS``, so that few of them need to be multiplied out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .formulations import Call, Way, is_stock, stand_in
 from .known_faults import Geometry
 
 #: Multiply-accumulates spent on what a kernel should have computed.
-_MOST = 4_000_000
+_MOST = 1_000_000
+#: Distinct rows of weights: a prime, so that no block of a kernel's holds the same as another does.
+_ROWS = 31
 _LEVELS, _WEIGHTS, _BIAS, _OTHER = range(4)  # seeds
 #: Share of the largest result by which float32 sums may be off, and of values that kernels approximate.
 _EXACT, _NEARLY = 1e-5, 5e-3
@@ -39,24 +42,36 @@ def _quietly() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        torch.full((1 << 20,), 0xA5, dtype=torch.uint8)  # memory that is allocated next holds no zeros
         yield
 
 
-@functools.lru_cache(8)
-def _pattern(low: int, high: int, dtype: torch.dtype, seed: int) -> Tensor:
+@functools.lru_cache(6)
+def _memory(low: int, high: int, dtype: torch.dtype, seed: int, size: int) -> Tensor:
     """Random integers, a quarter of them extreme: pairs of large products are what saturates."""
     numbers = integers((65_537,), low, high, torch.int32, seed)
     extreme = integers((65_537,), 0, 7, torch.int32, seed + 100)
     numbers[extreme == 0], numbers[extreme == 1] = low, high
-    return numbers.to(dtype)
+    return numbers.to(dtype).repeat(-(-size // len(numbers)))
 
 
-def _numbers(shape: Sequence[int], low: int, high: int, dtype: torch.dtype, seed: int) -> Tensor:
-    pattern, count = _pattern(low, high, dtype, seed), math.prod(shape)
-    if count <= len(pattern):
-        return pattern[:count].clone().reshape(tuple(shape))
-    return pattern.repeat(-(-count // len(pattern)))[:count].reshape(tuple(shape))
+def _numbers(
+    shape: Sequence[int], low: int, high: int, dtype: torch.dtype, seed: int, strides: Sequence[int] | None = None
+) -> Tensor:
+    """Random integers with others before and behind them, not to be written to."""
+    count, zone = math.prod(shape), 4096
+    size = 1 << max(20, (count + 2 * zone).bit_length())  # few sizes: most tensors share one memory
+    memory = _memory(low, high, dtype, seed, size)
+    if strides is None:
+        return memory[zone : zone + count].view(tuple(shape))
+    return memory.as_strided(tuple(shape), tuple(strides), zone)
+
+
+def _channels_last(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of what a kernel reads: channels innermost for images, outermost but for the batch elsewhere."""
+    sizes = list(shape[2:])
+    if len(sizes) != 2:
+        return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return (shape[1] * sizes[0] * sizes[1], 1, shape[1] * sizes[1], shape[1])
 
 
 class _Layer:
@@ -64,7 +79,8 @@ class _Layer:
 
     def __init__(self, weight_shape: Sequence[int], products: int, call: Call) -> None:
         outer = weight_shape[0]
-        self.weight = _numbers(weight_shape, -127, 127, torch.int8, _WEIGHTS)
+        self.rows = _numbers((_ROWS, math.prod(weight_shape[1:])), -127, 127, torch.int8, _WEIGHTS)
+        self.weight = self.rows.repeat(-(-outer // _ROWS), 1)[:outer].reshape(tuple(weight_shape))
         self.input = QParams(2.0**-7, call.top // 5 if call.zero_point else 0, 0, call.top)
         self.scale = torch.pow(2.0, -7.0 - (torch.arange(outer, dtype=torch.float32) % 3))
         units = self.scale * self.input.scale
@@ -75,6 +91,12 @@ class _Layer:
         self.post_op = PostOp(call.post_op, list(call.arguments), call.algorithm)
         self.other = QParams(size / 64, 90) if call.summed is torch.uint8 else None
         self._unit = size / 64
+
+    def sums(self, seen: Tensor) -> Tensor:
+        """Exact sums of products, ``[places, groups, products]`` -> ``[places, outer]``, in float64."""
+        few = seen.double().sub_(self.input.zero_point) @ self.rows.double().t()
+        outputs = torch.arange(len(self.weight))
+        return few[:, outputs // (len(outputs) // seen.shape[1]), outputs % _ROWS]
 
     def in_units_of_other(self) -> None:
         """Make one unit of the result one level of the other value, which is then added as it is."""
@@ -145,8 +167,7 @@ def convolution(geometry: Geometry, call: Call, way: Way) -> str:
         g, n = geometry, len(geometry.kernel)
         layer = _Layer((g.outputs, g.per_group, *g.kernel), g.products, call)
         format_ = torch.channels_last if n == 2 else torch.contiguous_format
-        levels = _numbers(g.shape, 0, call.top, torch.uint8, _LEVELS).contiguous(memory_format=format_)
-        q = Guarded(levels.numel()).holding(levels)
+        q = _numbers(g.shape, 0, call.top, torch.uint8, _LEVELS, _channels_last(g.shape))
         shape = (g.shape[0], g.outputs, *g.result)
         other = zone = None
         if call.summed is not None:
@@ -158,7 +179,7 @@ def convolution(geometry: Geometry, call: Call, way: Way) -> str:
         if zone is not None and not zone.intact:
             return "it wrote beside the value that it adds to"
         places = _places((shape[0], *g.result), g.products * g.outputs // g.groups)
-        expected = _finish(_sums(levels, layer, g, places), layer, call, _at(other, places))
+        expected = _finish(_sums(q, layer, g, places), layer, call, _at(other, places))
         sampled = _at(got, places)
         assert sampled is not None
         return _compare(sampled, expected, layer, call)
@@ -191,11 +212,9 @@ def _sums(levels: Tensor, layer: _Layer, g: Geometry, places: tuple[Tensor, ...]
         offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     assert isinstance(first, Tensor)
-    flat = padded.as_strided((padded.numel(),), (1,))
-    seen = flat[first.reshape(-1, 1) + offsets.reshape(1, -1)].double() - zero_point
-    seen = seen.reshape(len(seen), g.groups, -1).transpose(0, 1)
-    weight = layer.weight.reshape(g.groups, g.outputs // g.groups, -1).double()
-    return torch.bmm(seen, weight.transpose(1, 2)).transpose(0, 1).reshape(seen.shape[1], g.outputs)
+    flat = padded.as_strided((padded.numel(),), (1,), padded.storage_offset())
+    seen = flat[first.reshape(-1, 1) + offsets.reshape(1, -1)]
+    return layer.sums(seen.reshape(len(seen), g.groups, -1))
 
 
 def _at(x: Tensor | None, places: tuple[Tensor, ...]) -> Tensor | None:
@@ -207,8 +226,7 @@ def linear(rows: int, inner: int, outer: int, call: Call, added: bool) -> str:
     """A linear layer, alone or with another value that it is added to."""
     with _quietly():
         layer = _Layer((outer, inner), inner, call)
-        levels = _numbers((rows, inner), 0, call.top, torch.uint8, _LEVELS)
-        q = Guarded(levels.numel()).holding(levels)
+        q = _numbers((rows, inner), 0, call.top, torch.uint8, _LEVELS)
         other = zone = None
         if call.summed is not None:
             other = layer.addend((rows, outer), call)
@@ -233,8 +251,7 @@ def linear(rows: int, inner: int, outer: int, call: Call, added: bool) -> str:
         if got.shape != (rows, outer):
             return f"its result has the shape {tuple(got.shape)}"
         (places,) = _places((rows,), inner * outer)
-        sums = (levels[places].double() - layer.input.zero_point) @ layer.weight.double().t()
-        expected = _finish(sums, layer, call, None if other is None else other[places])
+        expected = _finish(layer.sums(q[places].unsqueeze(1)), layer, call, None if other is None else other[places])
         return _compare(got[places], expected, layer, call)
 
 
@@ -242,11 +259,9 @@ def max_pool(shape: Sequence[int], strides: Sequence[int], kernel: Sequence[int]
              padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool) -> str:  # fmt: skip
     """``quantized.max_pool2d``."""
     with _quietly():
-        levels = torch.empty_strided(tuple(shape), tuple(strides), dtype=torch.uint8)
-        levels.copy_(_numbers(shape, 0, 255, torch.uint8, _LEVELS))
-        q = Guarded(levels.numel()).holding(levels)
+        q = _numbers(shape, 0, 255, torch.uint8, _LEVELS, strides)
         got = torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
-        expected = F.max_pool2d(levels.float(), kernel, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
+        expected = F.max_pool2d(q.float(), kernel, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
         if got.shape != expected.shape:
             return f"its result has the shape {tuple(got.shape)}"
         wrong = int((got != expected).sum())
@@ -256,16 +271,15 @@ def max_pool(shape: Sequence[int], strides: Sequence[int], kernel: Sequence[int]
 def matmul(m: int, k: int, n: int) -> str:
     """``aten._int_mm`` of uint8 and int8."""
     with _quietly():
-        left = _numbers((m, k), 0, 255, torch.uint8, _LEVELS)
-        right = _numbers((k, n), -128, 127, torch.int8, _WEIGHTS)
-        a, b = (Guarded(x.numel()).holding(x) for x in (left, right))
+        a = _numbers((m, k), 0, 255, torch.uint8, _LEVELS)
+        b = _numbers((k, n), -128, 127, torch.int8, _WEIGHTS)
         zone = Guarded(4 * m * n)
         got = zone.bytes.view(torch.int32).reshape(m, n)
         torch._int_mm(a, b, out=got)
         if not zone.intact:
             return "it wrote beside its result"
         (places,) = _places((m,), k * n)
-        expected = left[places].double() @ right.double()
+        expected = a[places].double() @ b.double()
         wrong = int((got[places].double() != expected).sum())
         return f"{wrong} of {expected.numel()} sampled results wrong" if wrong else ""
 

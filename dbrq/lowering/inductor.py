@@ -8,17 +8,15 @@ and neither a guard nor a setting of the process is needed when the model is cal
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
+import operator
 import re
-import threading
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
@@ -28,12 +26,14 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import CompilerError, KernelInputError
+from ..errors import ERRORS_OF_CODE, CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
 from ..exporting import CHECKS, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from ..kernels import ints
+from ..kernels.known_faults import Geometry, fault_of
 from ..op_facts import writes
+from ..quiet import quiet
 from .cleanup import written_attributes
 from .data import from_data
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
@@ -44,9 +44,6 @@ log = logging.getLogger("dbrq.lowering")
 
 #: Compiled forms that a model keeps; the one that was compiled first goes first.
 MAX_FORMS = 16
-
-#: Held while compiling: Inductor's settings are the process's.
-_COMPILING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ class InductorModel(LoweredModel):
         with self._lock:
             form = self._by_key.get(key) or next((f for f in self._forms if _fits(f, key, flat)), None)
             if form is None:
-                with _COMPILING:
+                with _compiling():
                     form = self._compiled_freely(key, args, flat)
                 self._forms.append(form)
                 while len(self._forms) > max(self.max_forms, 1):
@@ -178,8 +175,11 @@ class InductorModel(LoweredModel):
         for node in self._checks:
             if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
                 got = type(given).__name__
-                raise RuntimeError(f"dbrq: input {node.args[1]} must be a tensor, as in the graph's example: got {got}")
-            value(node)
+                raise KernelInputError(f"input {node.args[1]} must be a tensor, as in the graph's example", got=got)
+            try:
+                value(node)
+            except RuntimeError as error:  # the checks are written for TorchScript, which has no other errors
+                raise KernelInputError(str(error), hint="lower the model with an example of these inputs") from None
 
     # Compiling
 
@@ -191,15 +191,19 @@ class InductorModel(LoweredModel):
         if free and free not in self._failed:
             try:
                 return self._compiled(key, args, flat, free)
-            except Exception as error:
+            except _FixedSizes as error:
+                log.info("compiled for these sizes only: %s", error)
+            except ERRORS_OF_CODE as error:
+                if is_bug(error):
+                    raise
                 failure = error
         try:
             form = self._compiled(key, args, flat, frozenset())
-        except Exception as error:
-            if ONE_PATH in str(error):
-                raise RuntimeError(str(error).split("\n\nWhile executing")[0]) from None
-            if type(error).__name__ not in ("InductorError", "GuardOnDataDependentSymNode"):  # slow to import
+        except ERRORS_OF_CODE as error:
+            if isinstance(error, QuantizationError) or is_bug(error):
                 raise
+            if ONE_PATH in str(error):
+                raise DeviationError(str(error).split("\n\nWhile executing")[0]) from None
             raise CompilerError(
                 "torch does not compile this graph", got=(str(error).strip().splitlines() or [""])[0],
                 hint='backend="onednn" and backend="torchscript" may take it',
@@ -219,15 +223,39 @@ class InductorModel(LoweredModel):
         if self.dtype is not torch.float32:
             _narrow(module.graph)
         used, examples = _take(module.graph)
+        convolutions = _convolutions(module.graph)
+        numbers = _numbers(used, examples)
+        for convolution in convolutions:
+            if fault := convolution.fault(numbers(flat)):
+                if free:
+                    raise _FixedSizes(fault)
+                convolution.in_float(module)
         module.recompile()
-        with _settings(self.cpp_wrapper), self._narrowing(), _layouts(), generated_code() as codes:
-            from torch._inductor.compile_fx import compile_fx
-
-            run: Any = compile_fx(module, examples)
+        run, code = self._through_inductor(module, examples)
         output = program.call_spec.out_spec
         assert output is not None
         checks = program.graph_module.meta[CHECKS]
-        return Form(key, used.free(examples), _guards(examples, used), run, used, output, "\n".join(codes), checks)
+        guards = _guards(examples, used)
+
+        def fits(flat: Sequence[Any]) -> bool:
+            return guards(flat) and not any(convolution.fault(numbers(flat)) for convolution in convolutions)
+
+        return Form(key, used.free(examples), fits, run, used, output, code, checks)
+
+    def _through_inductor(self, module: fx.GraphModule, examples: list[Any]) -> tuple[Any, str]:
+        """What calls the code that Inductor makes of a graph, and that code."""
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        codes: list[str] = []
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            result = compile_fx_inner(*args, **kwargs)
+            codes.append(result.source_code)  # type: ignore[attr-defined]
+            return result
+
+        with _settings(self.cpp_wrapper), self._narrowing():
+            run = compile_fx(module, examples, inner_compile=compiled)
+        return run, "\n".join(codes)
 
     def _narrowing(self) -> contextlib.AbstractContextManager:
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""
@@ -286,49 +314,52 @@ def check_compiler() -> None:
 
 
 @contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """One compilation at a time, the user's own with ``torch.compile`` included: the lock is torch's."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        yield
+
+
+@contextlib.contextmanager
 def _settings(cpp_wrapper: bool) -> Iterator[None]:
-    """Inductor's, while it compiles: weights are constants, which its int8 passes ask for."""
-    from torch._inductor import config
-
-    with (
-        torch.no_grad(),
-        warnings.catch_warnings(),
-        config.patch(freezing=True, cpp_wrapper=cpp_wrapper, fallback_random=True),
-    ):
-        warnings.simplefilter("ignore")  # of torch's own code
-        yield
-
-
-@contextlib.contextmanager
-def generated_code() -> Iterator[list[str]]:
-    """The code that Inductor generates meanwhile."""
-    from torch._inductor.graph import GraphLowering
-
-    codes: list[str] = []
-    with mock.patch.object(GraphLowering, "save_output_code", staticmethod(codes.append)):
-        yield codes
-
-
-@contextlib.contextmanager
-def _layouts() -> Iterator[None]:
-    """Where sizes are free, torch 2.13 takes what int8 convolutions of one channel return for contiguous, as it is of
-    float ones; it is channels_last.
+    """Inductor's, while it compiles, on this thread alone, as all of its settings are: weights are constants, which its
+    int8 passes ask for.
     """
-    from torch._inductor import mkldnn_ir
-    from torch._inductor.ir import make_channels_last_strides_for
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
-    original = mkldnn_ir._prepare_convolution_fusion_create
-    signature = inspect.signature(original)
-
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if signature.bind(*args, **kwargs).arguments.get("quantize_args") is not None:
-            layout = result[2]
-            layout.stride = make_channels_last_strides_for(layout.size)
-        return result
-
-    with mock.patch.object(mkldnn_ir, "_prepare_convolution_fusion_create", prepared):
+    passes = (*get_custom_graph_passes(config.joint_custom_post_pass), _double)
+    settings = {
+        "freezing": True, "cpp_wrapper": cpp_wrapper, "fallback_random": True, "joint_custom_post_pass": passes,
+    }  # fmt: skip
+    with torch.no_grad(), quiet(), config.patch(settings):
         yield
+
+
+def _double(graph: fx.Graph) -> None:
+    """``x + x`` as ``2 * x``, which is the same number: torch 2.13 asserts that what is added to the result of an int8
+    layer is something else.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        a, b = node.args
+        value = node.meta.get("val")
+        if node.kwargs or not isinstance(b, fx.Node) or not isinstance(value, Tensor) or not _is_same(a, b):
+            continue
+        if value.is_floating_point():
+            node.target, node.args = torch.ops.aten.mul.Tensor, (a, 2)
+
+
+def _is_same(a: Any, b: Any, depth: int = 8) -> bool:
+    """Whether two nodes compute the same, which Inductor merges behind its passes."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return type(a) is type(b) and a == b
+    if a is b or depth == 0 or a.op != "call_function" or a.is_impure():
+        return a is b
+    if (a.target, a.kwargs) != (b.target, b.kwargs) or len(a.args) != len(b.args):
+        return False
+    return all(_is_same(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
 
 
 def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
@@ -336,12 +367,12 @@ def _said(error: Exception, checks: Mapping[str, str]) -> Exception:
     the sizes that were checked.
     """
     if isinstance(error, AssertionError):
-        return RuntimeError(f"{ONE_PATH}: {error}") if checks else error
+        return DeviationError(f"{ONE_PATH}: {error}") if checks else KernelInputError(f"compiled code stopped: {error}")
     symbols = re.sub(r"^Expected (.*) but received .*$", r"\1", str(error))  # C++ adds a value
     said = [checks[symbols]] if symbols in checks else [
         message for known, message in checks.items() if _unnumbered(known) == _unnumbered(symbols)
     ]  # fmt: skip
-    return RuntimeError(" or ".join(dict.fromkeys(said))) if said else error
+    return DeviationError(" or ".join(dict.fromkeys(said))) if said else error
 
 
 def _unnumbered(symbols: str) -> str:
@@ -354,6 +385,8 @@ def _dense(leaf: Any) -> Any:
         return leaf
     if type(leaf) is not Tensor or not leaf.is_cpu or leaf.layout is not torch.strided:
         _check_memory(leaf)
+    if leaf.is_neg() or leaf.is_conj():  # a sign that its reader applies, which compiled code does not know of
+        leaf = leaf.resolve_neg().resolve_conj()
     if leaf.is_contiguous() or leaf.is_contiguous(memory_format=_last(leaf)):
         return leaf
     return leaf.contiguous()
@@ -463,6 +496,104 @@ def _dynamic_shapes(
     return dict(zip(names, pytree.tree_unflatten(shapes, nested), strict=True))
 
 
+# Int8 convolutions that go wrong
+
+
+class _FixedSizes(Exception):
+    """The sizes must stay as they are, since for these one of the graph's convolutions has no int8 kernel."""
+
+
+def _said_of(geometry: Geometry) -> str:
+    """Why torch's int8 kernel, which Inductor calls as it is, is not to be trusted with a convolution; "" if it is."""
+    fault = fault_of(geometry)
+    return "" if fault is None else f"torch's int8 kernel is wrong on some CPU for {fault.name}"
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """An int8 convolution of the graph that Inductor is given.
+
+    Attributes:
+        node: it.
+        shape: of its input: integers, and expressions where sizes are free.
+        outputs, kernel, stride, padding, dilation, groups: as in ``Geometry``.
+    """
+
+    node: fx.Node
+    shape: tuple[int | sympy.Expr, ...]
+    outputs: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def fault(self, numbers: Mapping[sympy.Symbol, int]) -> str:
+        """What its int8 kernel does wrong, where free sizes are ``numbers``."""
+        sizes = [s if isinstance(s, int) else s.subs(numbers) for s in self.shape]
+        if not isinstance(sizes[0], int) and not sizes[0].is_Integer:
+            sizes[0] = 2  # a batch whose size depends on values
+        if not all(isinstance(size, int) or size.is_Integer for size in sizes):
+            return "int8 kernels are wrong for some sizes, and those of an image depend on values"
+        shape = tuple(map(int, sizes))
+        padded = any(2 * p >= d * (k - 1) + 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True))
+        free = any(not isinstance(size, int) for size in self.shape)
+        if free and (shape[1] == 1 or (padded and max(shape[2:]) == 1)):
+            return "torch 2.13 is wrong about the layout of its result where sizes are free"
+        return _said_of(
+            Geometry(shape, self.outputs, self.kernel, self.stride, self.padding, self.dilation, self.groups)
+        )
+
+    def in_float(self, module: fx.GraphModule) -> None:
+        """Have it read its weight as a constant in float, which leaves it to a float kernel."""
+        weight: Any = self.node.args[1]
+        tensors = (operator.attrgetter(str(a.target))(module) if isinstance(a, fx.Node) else a for a in weight.args)
+        name = f"{self.node.name}_in_float"
+        module.register_buffer(name, weight.target(*tensors))
+        with module.graph.inserting_before(self.node):
+            constant = module.graph.get_attr(name)
+        constant.meta = dict(weight.meta)
+        self.node.replace_input_with(weight, constant)
+
+
+def _convolutions(graph: fx.Graph) -> list[_Convolution]:
+    """Those that Inductor makes int8 kernels of."""
+    found = []
+    x: Any
+    weight: Any
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
+        x, weight, *rest = node.args
+        if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):
+            continue
+        _, stride, padding, dilation, groups = (*rest, *_CONVOLUTION_DEFAULTS[len(rest) :])
+        sizes = (s.node.expr if isinstance(s, torch.SymInt) else s for s in x.meta["val"].shape)
+        outputs, _, *kernel = weight.meta["val"].shape
+        stride, padding, dilation = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
+        found.append(
+            _Convolution(node, tuple(sizes), outputs, tuple(kernel), stride, padding, dilation, groups)
+        )
+    return found
+
+
+_CONVOLUTION_DEFAULTS: tuple[Any, ...] = (None, [1, 1], [0, 0], [1, 1], 1)
+_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+_DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.default
+
+
+def _is_made_by(node: Any, function: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is function
+
+
+def _numbers(used: Used, examples: Sequence[Any]) -> Callable[[Sequence[Any]], dict[sympy.Symbol, int]]:
+    """What free sizes and integers are, as a function of the inputs."""
+    symbols = [example.node.expr if isinstance(example, torch.SymInt) else None for example in examples]
+
+    def numbers(flat: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        return {symbol: n for symbol, n in zip(symbols, used.of(flat), strict=True) if symbol is not None}
+
+    return numbers
+
+
 # Rewriting the graph for what Inductor knows
 
 
@@ -484,7 +615,7 @@ def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
             others = {n: _with_a_row(graph, n) for n in node.all_input_nodes if n not in new}
             new[node] = graph.node_copy(node, (others | new).__getitem__)
         flat = graph.call_function(torch.squeeze, (new[last], 2))
-    for node, wide in new.items():
+    for node, wide in {**new, bound[1]: weight}.items():
         wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
     flat.meta = dict(last.meta)
     lowering.replace(last, flat)
@@ -502,6 +633,53 @@ def _with_a_row(graph: fx.Graph, node: fx.Node) -> fx.Node:
         wide = graph.call_function(torch.unsqueeze, (node, 2))
     wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
     return wide
+
+
+def _dilates_nothing(node: fx.Node) -> bool:
+    """A convolution whose kernel has one element along a dimension that it dilates, where dilation means nothing."""
+    return computes(1, 2)(node) and _dilation(node) != ints(bind(node)[1][5], bind(node)[0].ndim)  # type: ignore[index]
+
+
+def _dilation(node: fx.Node) -> list[int]:
+    row, bound = bind(node)  # type: ignore[misc]
+    kernel = bound[1].meta["shape"][2:]
+    return [1 if k == 1 else d for k, d in zip(kernel, ints(bound[5], row.ndim), strict=True)]
+
+
+def _undilated(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """oneDNN 3.12 reads out of bounds there, with padding."""
+    (node,) = nodes
+    _, bound = bind(node)  # type: ignore[misc]
+    bound[5] = _dilation(node)
+    node.args, node.kwargs = tuple(bound), {}
+    return "dilation of what has one element"
+
+
+def _has_one_channel(node: fx.Node) -> bool:
+    return computes(2)(node) and bind(node)[1][1].meta["shape"][1] == 1 and bind(node)[1][6] == 1  # type: ignore[index]
+
+
+def _with_a_channel(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Beside its one channel another, which weighs nothing: of one channel torch 2.13 takes what int8 convolutions
+    return for contiguous where sizes are free, as it is of float ones; it is channels_last.
+    """
+    (node,) = nodes
+    _, (source, weight, *_) = bind(node)  # type: ignore[misc]
+    graph, int8 = lowering.graph, weight.args[0]
+    name = f"{int8.target}_padded".replace(".", "_")
+    if not hasattr(lowering.module, name):
+        lowering.module.register_buffer(name, F.pad(lowering.tensor(int8), (0, 0, 0, 0, 0, 1)))
+    with graph.inserting_before(node):
+        q = graph.call_function(F.pad, (source.args[0], (0, 0, 0, 0, 0, 1)))
+        wide = graph.call_function(source.target, (q, *source.args[1:]), source.kwargs)
+        padded = graph.call_function(weight.target, (graph.get_attr(name), *weight.args[1:]), weight.kwargs)
+    batch, _, *image = source.meta["shape"]
+    q.meta, wide.meta = ({**n.meta, "shape": (batch, 2, *image)} for n in (source.args[0], source))
+    padded.meta = {**weight.meta, "shape": (weight.meta["shape"][0], 2, *weight.meta["shape"][2:])}
+    for old, new in ((source, wide), (weight, padded)):
+        node.replace_input_with(old, new)
+        lowering.erase(old)
+    return "a channel of zeros beside the one"
 
 
 def _adds_alike(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -586,17 +764,49 @@ _INT8 = frozenset({"conv1d", "conv2d", "linear"})
 _NO_KERNEL = "Inductor calls no int8 kernel for this op; values and weights are rounded as before"
 
 
+def _fault(node: fx.Node) -> str:
+    """What the int8 kernel of a convolution does wrong for the example's sizes."""
+    if not computes(2)(node) or isinstance(bind(node)[1][4], str):  # type: ignore[index]
+        return ""
+    _, (x, weight, _, *sizes, groups) = bind(node)  # type: ignore[misc]
+    outputs, _, *kernel = weight.meta["shape"]
+    stride, padding, dilation = (tuple(ints(value, 2)) for value in sizes)
+    return _said_of(Geometry(tuple(x.meta["shape"]), outputs, tuple(kernel), stride, padding, dilation, groups))
+
+
+def _is_faulty(node: fx.Node) -> bool:
+    return bool(_fault(node))
+
+
+def _in_float_by_fault(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """A weight of its own in float, so that other readers keep theirs."""
+    (node,) = nodes
+    reason, weight = _fault(node), bind(node)[1][1]  # type: ignore[index]
+    with lowering.graph.inserting_before(node):
+        own = lowering.graph.node_copy(weight)
+    own.meta = dict(weight.meta)
+    node.replace_input_with(weight, own)
+    _as_constant(lowering, [own])
+    lowering.erase(weight)
+    if (op := node.meta.get("op")) is not None:
+        lowering.reasons[op] = f"{reason}; values and weights are rounded as before"
+    return f"float: {reason}"
+
+
 def _conv1d(node: fx.Node) -> bool:
     return computes(1)(node) and len(node.meta["shape"]) == 3
 
 
 REWRITES: list[Rewrite] = [
+    on("dilation", _dilates_nothing, _undilated),
     *(
         Rewrite(f"conv1d{suffix}", [_conv1d, *steps], guard, _widened)
         for suffix, steps, guard in epilogues(_adds_alike, fine)
     ),
+    on("one_channel", _has_one_channel, _with_a_channel),
     on("max_pool", _pools_wrongly, _pools_levels),
     on("linear_contiguous", _reads_strides, _contiguous),
+    on("known_fault", _is_faulty, _in_float_by_fault),
     on("weight_in_float", _in_float, _as_constant),
 ]
 

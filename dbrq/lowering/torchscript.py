@@ -14,9 +14,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, ints, script
+from ..errors import RewriteError
+from ..kernels import (
+    NO_POST_OP,
+    SUPPORTED_POST_OPS,
+    PostOp,
+    QParams,
+    formulations,
+    ints,
+    is_matmul_right,
+    is_max_pool_right,
+    script,
+)
+from ..kernels.script_recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
-from ..op_facts import family
+from ..op_facts import called, family, is_unsaid, is_written, writes
 from .engine import (
     Lowering,
     Rewrite,
@@ -308,6 +320,17 @@ REWRITES: list[Rewrite] = [
 ]
 
 
+def check_said(lowering: Lowering) -> None:
+    """Raise where TorchScript would drop a write, since schemas do not say that it is one or where it goes."""
+    for node in lowering.graph.nodes:
+        if is_unsaid(node) and (not node.users if writes(node) else is_written(node)):
+            raise RewriteError(
+                "TorchScript does not see that this op writes, or that what it gives is written to as a view",
+                path=node.meta.get("path"), op=called(node), got=node.meta.get("site"),
+                hint='write it with other ops, or use backend="onednn"',
+            )  # fmt: skip
+
+
 def own_accumulators(lowering: Lowering) -> None:
     """Fused adds may write over their other operand where nothing reads its memory afterwards."""
     order = {node: i for i, node in enumerate(lowering.graph.nodes)}
@@ -359,6 +382,73 @@ def merge_linears(lowering: Lowering) -> None:
         for node, part in zip(group, parts, strict=True):
             lowering.replace(node, part)
         lowering.note("merge_linears", whole, "one kernel for " + ", ".join(u.target for u in group))
+
+
+def prove_kernels(lowering: Lowering) -> None:
+    """Try each kernel as the example calls it; put something else in the place of what is wrong here, or elsewhere."""
+    for node in lowering.graph.nodes:
+        words = ""
+        if node.op == "call_module":
+            words = _proven_module(lowering, node)
+        elif is_call(node, script.max_pool) and not _pools_right(node):
+            node.target, words = script.max_pool_of_levels, "float32 max pool of levels"
+        elif is_call(node, script.int8_matmul):
+            m, k, n = *node.args[0].meta["shape"][-2:], node.args[1].meta["shape"][-1]
+            if not is_matmul_right(m, k, n):
+                node.target, words = script.matmul_of_levels, "float32 product of levels"
+        if words:
+            lowering.note("prove_kernels", node, words)
+            op = node.meta.get("op")
+            if op in lowering.kernels:
+                _, plus, steps = lowering.kernels[op].partition(" + ")
+                lowering.kernels[op] = words + plus + steps
+
+
+def _proven_module(lowering: Lowering, node: fx.Node) -> str:
+    """In words what now stands in for the kernel that a node calls, "" if nothing does."""
+    kernel, source = lowering.modules.get(node.target), node.args[0]  # type: ignore[arg-type]
+    if isinstance(kernel, (Recurrent, RecurrentCell)):
+        return _proven_steps(kernel, source.meta["shape"])  # type: ignore[union-attr]
+    if not isinstance(kernel, (script.Conv, script.Linear)):
+        return ""
+    if isinstance(kernel, script.DynamicLinear):
+        top = kernel.levels
+    else:
+        made = source.meta.get("qparams")  # type: ignore[union-attr]
+        top = 255 if made is None else made.quant_max
+    new, words = formulations.proven(kernel, source.meta["shape"], top)  # type: ignore[union-attr]
+    lowering.modules[node.target] = new  # type: ignore[index]
+    return words
+
+
+def _proven_steps(recurrent: nn.Module, shape: Sequence[int]) -> str:
+    """The same for the products of a recurrent layer, which takes whole sequences and single steps."""
+    batch = 1 if len(shape) < 3 else shape[0] if getattr(recurrent, "batch_first", True) else shape[1]
+    found = ""
+    for module in list(recurrent.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, script.DynamicLinear):
+                rows = math.prod(shape[:-1]) if name == "input" else batch
+                new, words = formulations.proven(child, (rows, child.weight.shape[1]), child.levels)
+                setattr(module, name, new)
+                found = found or words
+    return found
+
+
+def _pools_right(node: fx.Node) -> bool:
+    """Whether a max pool is, as far as its settings are numbers; three dimensions need no kernel."""
+    shape, (kernel, stride, padding, dilation, ceil_mode) = node.args[0].meta["shape"], node.args[1:]  # type: ignore[union-attr]
+    lists = [kernel, stride, padding, dilation]
+    if len(kernel) > 2 or not all(isinstance(n, int) for values in lists for n in values):  # type: ignore[arg-type]
+        return True
+    if len(kernel) == 1:  # type: ignore[arg-type]
+        shape = (*shape[:2], 1, shape[2])
+        lists = [[fill, *values] for fill, values in zip((1, 1, 0, 1), lists, strict=True)]  # type: ignore[misc]
+    n, c, h, w = shape
+    return all(
+        is_max_pool_right(shape, strides, *lists, bool(ceil_mode))  # type: ignore[arg-type]
+        for strides in ((c * h * w, 1, w * c, c), (c * h * w, h * w, w, 1))
+    )
 
 
 def problem(lowering: Lowering, node: fx.Node) -> str:

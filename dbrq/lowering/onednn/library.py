@@ -7,12 +7,15 @@ and structures are those of oneDNN's headers (dnnl_types.h, dnnl_common_types.h)
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint, c_void_p
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +132,14 @@ class Library:
 
     Functions are called by their names without ``dnnl_``; a status other than success raises ``OneDNNError`` with
     oneDNN's name for it. Engine and stream serve all threads: the CPU stream has no state of its own.
+
+    Attributes:
+        looked_at: the places where it was looked for, itself the last.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.looked_at: tuple[Place, ...] = ()
         self.dll = ctypes.CDLL(path)
         self._functions: dict[str, Any] = {}
         for name, types in _SIGNATURES.items():
@@ -144,16 +151,17 @@ class Library:
         self.version: tuple[int, int, int] = (found.major, found.minor, found.patch)
         if self.version[:2] < _OLDEST or found.major != _OLDEST[0]:
             raise OneDNNError(
-                f"{path} is oneDNN {'.'.join(map(str, self.version))}",
-                expected=f"version {_OLDEST[0]}, from {'.'.join(map(str, _OLDEST))} on", hint=_HINT,
-            )  # fmt: skip
+                f"it is oneDNN {'.'.join(map(str, self.version))}", expected=_EXPECTED, got=path, hint=_HINT
+            )
         if found.cpu_runtime != _OPENMP:
-            raise OneDNNError(f"{path} was not built with OpenMP, so it would not share torch's threads", hint=_HINT)
+            raise OneDNNError(
+                "it was not built with OpenMP, so it would not share torch's threads", got=path, hint=_HINT
+            )
         #: Untyped, for arguments that are ctypes objects already: half a microsecond less each.
         self.execute = self.dll["dnnl_primitive_execute"]
         self.set_handle = self._functions["memory_set_data_handle"]
-        # Its own cache takes layouts that differ in strides of axes of size 1 for equal, and hands out a kernel made for
-        # the other one. binding.py keeps primitives instead.
+        # Its own cache takes layouts that differ in strides of axes of size 1 for equal, and hands out the kernel made
+        # for the other one. binding.py keeps primitives instead.
         self.call("set_primitive_cache_capacity", 0)
         self.engine = self.make("engine_create", _CPU, 0)
         self.stream = self.make("stream_create", self.engine, 1)
@@ -180,6 +188,7 @@ class Library:
 
 
 _CPU, _OPENMP = 1, 2
+_EXPECTED = f"oneDNN of version {_OLDEST[0]}, from {'.'.join(map(str, _OLDEST))} on, built for CPUs with OpenMP"
 _HINT = f"pip install dbrq[onednn], or let the environment variable {PATH_VARIABLE} hold the path of libdnnl.so.3"
 
 
@@ -189,35 +198,125 @@ def failure(function: str, status: int) -> OneDNNError:
     return (Unimplemented if status == 3 else OneDNNError)(f"{function} failed: {name}")
 
 
-def _places() -> Iterator[str]:
+@dataclass(frozen=True)
+class Place:
+    """Where libdnnl was looked for.
+
+    Attributes:
+        origin: why there, in words.
+        path: a file, or a name that the loader was asked for.
+        problem: why it does not serve; "" for the one that does.
+    """
+
+    origin: str
+    path: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.origin}): {self.problem or 'serves'}"
+
+
+def _folders() -> Iterator[tuple[str, Path]]:
+    """Folders that may hold the library, and why."""
+    yield "sys.prefix", Path(sys.prefix) / "lib"
+    yield "site-packages of this Python", Path(sysconfig.get_path("platlib")).parents[1]
+    yield "sys.base_prefix", Path(sys.base_prefix) / "lib"
+    for entry in map(Path, sys.path):  # of layered environments, and of the user
+        if entry.name in ("site-packages", "dist-packages") and len(entry.parents) > 1:
+            yield "beside a site-packages on sys.path", entry.parents[1]
+
+
+def _packaged() -> Iterator[tuple[str, Path]]:
+    """Files of installed distributions that are the library by name: PyPI's ``onednn-cpu-gomp``, and others."""
+    for distribution in metadata.distributions():
+        record = distribution.read_text("RECORD") or distribution.read_text("installed-files.txt") or ""
+        if "libdnnl.so" not in record:  # most are long
+            continue
+        origin = f"package {distribution.metadata['Name']}"
+        files = [file for file in distribution.files or () if file.name in _NAMES]
+        for file in sorted(files, key=lambda file: _NAMES.index(file.name)):
+            recorded = Path(str(distribution.locate_file(file)))
+            # pip install --target moves lib, and the record does not say so.
+            moved = Path(str(distribution.locate_file("lib"))) / file.name
+            yield origin, moved if moved.exists() and not recorded.exists() else recorded
+
+
+def _places() -> Iterator[Place]:
+    """Where to look, in order; with a problem where nothing is."""
     given = os.environ.get(PATH_VARIABLE)
     if given:
         path = Path(given)
-        yield from (str(path / name) for name in _NAMES) if path.is_dir() else (given,)
+        if not path.is_dir():
+            yield Place(PATH_VARIABLE, given)
+        else:
+            yield from _in_folder(PATH_VARIABLE, path)
         return
-    folders = [Path(sys.prefix) / "lib", Path(sysconfig.get_path("platlib")).parents[1], Path(sys.base_prefix) / "lib"]
-    folders += map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")))
+    seen: set[Path] = set()
+    searched = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    named = (("LD_LIBRARY_PATH", Path(folder)) for folder in searched if folder)
+    for origin, folder in _folders():
+        if folder.resolve() not in seen:
+            seen.add(folder.resolve())
+            yield from _in_folder(origin, folder)
+    for origin, file in _packaged():
+        if file.parent.resolve() not in seen:
+            yield Place(origin, str(file), "" if file.exists() else "the file is not there")
+    for origin, folder in named:
+        if folder.resolve() not in seen:
+            seen.add(folder.resolve())
+            yield from _in_folder(origin, folder)
     for name in _NAMES:
-        yield from (str(folder / name) for folder in folders if (folder / name).exists())
-    yield from _NAMES  # as the loader finds them
+        yield Place("the dynamic loader", name)
+
+
+def _in_folder(origin: str, folder: Path) -> Iterator[Place]:
+    found = [folder / name for name in _NAMES if (folder / name).exists()]
+    if not found:
+        problem = f"no such file, and no {_NAMES[1]} there" if folder.is_dir() else "there is no such folder"
+        yield Place(origin, str(folder / _NAMES[0]), problem)
+    for file in found:
+        yield Place(origin, str(file))
+
+
+def search() -> tuple[Library | None, tuple[Place, ...]]:
+    """The first library that serves, and all places looked at until then, with what is wrong with the others.
+
+    torch is imported first, so that both use the OpenMP runtime that torch brings.
+    """
+    assert torch.__version__
+    looked_at = []
+    for place in _places():
+        found, problem = (None, place.problem) if place.problem else _loaded(place.path)
+        looked_at.append(dataclasses.replace(place, problem=problem))
+        if found is not None:
+            return found, tuple(looked_at)
+    return None, tuple(looked_at)
+
+
+def _loaded(path: str) -> tuple[Library | None, str]:
+    """The library at ``path``, or why it does not serve."""
+    try:
+        return Library(path), ""
+    except OSError as error:
+        return None, str(error)
+    except AttributeError as error:
+        return None, f"it is no oneDNN of version 3: {error}"
+    except OneDNNError as error:
+        return None, error.message
 
 
 @functools.cache
 def library() -> Library:
     """libdnnl, loaded once.
 
-    torch is imported first, so that both use the OpenMP runtime that torch brings.
-
     Raises:
-        OneDNNError: it is not there, or not one that serves.
+        OneDNNError: it is not there, or not one that serves; says where it was looked for.
     """
-    assert torch.__version__
-    reasons = []
-    for place in _places():
-        try:
-            return Library(place)
-        except OSError as error:
-            reasons.append(f"{place}: {error}")
-        except AttributeError as error:
-            raise OneDNNError(f"{place} is no oneDNN of version 3: {error}", hint=_HINT) from error
-    raise OneDNNError("the onednn backend needs libdnnl, which was not found", got="; ".join(reasons), hint=_HINT)
+    found, looked_at = search()
+    if found is None:
+        raise OneDNNError(
+            "the onednn backend needs libdnnl, which was not found", expected=_EXPECTED,
+            got="".join(f"\n    {place}" for place in looked_at), hint=_HINT,
+        )  # fmt: skip
+    found.looked_at = looked_at
+    return found

@@ -1,0 +1,146 @@
+"""A scripted model that carries an example and what it should compute, and can tell whether it does on the CPU at hand.
+
+A TorchScript file meets CPUs that no check of ours has seen. ``self_test()`` needs no dbrq, from Python or C++; it runs the
+example, compares, and leaves the model's state as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
+
+from .engine import Lowering
+
+#: SQNR in dB that a right CPU reaches at least; 10 dB less than here where lowering itself is farther from the graph.
+_ENOUGH, _SLACK, _LEAST = 30.0, 10.0, 10.0
+_PREFIX = "self_test"
+#: What no pair of results is farther apart, or nearer, than.
+_FAR, _EQUAL = -1000.0, 1000.0
+
+_COMPARISON = f'''
+def {_PREFIX}_of(self, got: Tensor, expected: Tensor, values: bool) -> float:
+    if list(got.size()) != list(expected.size()):
+        return {_FAR}
+    if self.{_PREFIX}_shapes_only or not values or got.numel() == 0:
+        return {_EQUAL}
+    a = got.detach().to(torch.float64)
+    b = expected.to(torch.float64)
+    if not expected.is_floating_point():
+        return {_EQUAL} if float((a == b).to(torch.float64).mean().item()) >= 0.9 else {_FAR}
+    finite = torch.isfinite(b)
+    a = torch.where(finite, a, torch.zeros_like(a))
+    b = torch.where(finite, b, torch.zeros_like(b))
+    noise = float((a - b).norm().item())
+    signal = float(b.norm().item())
+    if noise == 0.0:
+        return {_EQUAL}
+    if not (noise < 1e300) or signal == 0.0:
+        return {_FAR}
+    return float(20.0 * (torch.log10(torch.tensor(signal)) - torch.log10(torch.tensor(noise))).item())
+'''
+
+
+def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """What a Q/DQ graph computes in float: the reference. Its state and torch's generator are left as they are."""
+    kept = {name: tensor.clone() for name, tensor in graph.state_dict().items()}
+    run = fx.Interpreter(graph)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = run.run(*copy.deepcopy(tuple(inputs)), enable_io_processing=False)
+        outputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), outputs)
+        for name, tensor in graph.state_dict().items():
+            tensor.copy_(kept[name])
+    return outputs
+
+
+class SelfTest:
+    """The method to be, for one module; ``hold`` before the module is scripted and ``define`` after."""
+
+    def __init__(self, lowering: Lowering, inputs: Sequence[Any], expected: Any) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        written = sorted({str(n.target) for n in lowering.graph.nodes if n.op == "get_attr"}) if lowering.writes else []
+        arguments = ", ".join(self._literal(value) for value in inputs)
+        before = [f"    kept_{i} = {_attribute(path)}.clone()" for i, path in enumerate(written)]
+        after = [f"    {_attribute(path)}.copy_(kept_{i})" for i, path in enumerate(written)]
+        found = list(_leaves(expected, "got"))
+        floats = any(tensor.is_floating_point() for _, tensor in found)
+        compared = [
+            f"    worst = min(worst, self.{_PREFIX}_of({path}, {self._held(tensor)}, "
+            f"{tensor.is_floating_point() or not floats}))"
+            for path, tensor in found
+        ]
+        self._source = "\n".join(
+            [
+                f"def {_PREFIX}_sqnr(self) -> float:",
+                *before,
+                f"    got = self.forward({arguments})",
+                f"    worst = {_EQUAL}",
+                *compared,
+                *after,
+                "    return worst",
+                "",
+            ]
+        )
+
+    def hold(self, module: nn.Module) -> None:
+        """Give a module the tensors."""
+        for name, tensor in self._tensors.items():
+            setattr(module, name, tensor)
+        setattr(module, f"{_PREFIX}_least", _ENOUGH)
+        setattr(module, f"{_PREFIX}_shapes_only", False)
+
+    def define(self, scripted: torch.jit.ScriptModule) -> None:
+        """Give it the methods, and settle how near a right CPU comes to what is expected."""
+        scripted.define(_COMPARISON)
+        scripted.define(self._source)
+        scripted.define(f"def {_PREFIX}(self) -> bool:\n    return self.{_PREFIX}_sqnr() >= self.{_PREFIX}_least\n")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            once, again = scripted.self_test_sqnr(), scripted.self_test_sqnr()
+        near = min(once, again)
+        if once != again and near < _LEAST + _SLACK:  # drawn at random
+            scripted.self_test_shapes_only = True
+        scripted.self_test_least = max(min(_ENOUGH, near - _SLACK), _LEAST)
+
+    def _held(self, tensor: Tensor) -> str:
+        name = f"{_PREFIX}_value_{len(self._tensors)}"
+        self._tensors[name] = tensor.detach().clone()
+        return f"self.{name}"
+
+    def _literal(self, value: Any) -> str:
+        """An input, as TorchScript writes it."""
+        if isinstance(value, Tensor):
+            return f"{self._held(value)}.clone()"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self._literal(item)}" for key, item in value.items()) + "}"
+        items = ", ".join(map(self._literal, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items},)" if items else "()"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an output, and how TorchScript reaches each."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for i, item in zip(itertools.count(), value, strict=False):
+            yield from _leaves(item, f"{path}[{i}]")
+
+
+def _attribute(path: str) -> str:
+    """``a.0.b`` of a module, in TorchScript."""
+    found = "self"
+    for part in path.split("."):
+        found = f"{found}.{part}" if part.isidentifier() else f'getattr({found}, "{part}")'
+    return found
