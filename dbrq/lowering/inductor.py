@@ -286,10 +286,13 @@ def check_compiler() -> None:
 
 @contextlib.contextmanager
 def _settings(cpp_wrapper: bool) -> Iterator[None]:
-    """Inductor's, while it compiles: weights are constants, which its int8 passes ask for."""
+    """Inductor's, while it compiles: weights are constants, which its int8 passes ask for, and random numbers are those
+    that torch draws.
+    """
     from torch._inductor import config
 
-    with torch.no_grad(), warnings.catch_warnings(), config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
+    patched = config.patch(freezing=True, cpp_wrapper=cpp_wrapper, fallback_random=True)
+    with torch.no_grad(), warnings.catch_warnings(), patched:
         warnings.simplefilter("ignore")  # of torch's own code
         yield
 
