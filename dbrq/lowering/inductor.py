@@ -174,7 +174,7 @@ class InductorModel(LoweredModel):
             return env[node]
 
         for node in self._checks:
-            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
+            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):
                 got = type(given).__name__
                 raise KernelInputError(f"input {node.args[1]} must be a tensor, as in the graph's example", got=got)
             try:
