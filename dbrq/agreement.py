@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_map
 from .graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from .graph_io import RestoringCodeGen
+from .op_facts import writes
 
 #: A form that strays no further than this from the reference, relative to its values, agrees at once: root mean square
 #: of a whole leaf, of a slice of one, and the largest of a slice.
@@ -257,9 +257,7 @@ def _noises(expected: Outcome, samples: Sequence[Outcome]) -> Iterator[float]:
             yield strays / size if size else 0.0
 
 
-def _leaf_difference(
-    path: str, expected: Any, got: Any, samples: Callable[[], Sequence[Any]]
-) -> Difference | None:
+def _leaf_difference(path: str, expected: Any, got: Any, samples: Callable[[], Sequence[Any]]) -> Difference | None:
     if isinstance(expected, (int, float)) and type(expected) is type(got):
         if expected == got or (expected != expected and got != got):
             return None
@@ -381,7 +379,7 @@ class Reference(fx.Interpreter):
         super().__init__(fx.GraphModule(graph, nodes))
         self.extra_traceback = False
         self.dtype = dtype
-        self.writes = any(node.meta.get("writes") for node in nodes.nodes)
+        self.writes = any(map(writes, nodes.nodes))
         self._weights: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
         self._held: dict[str, Tensor] = {}
@@ -425,8 +423,13 @@ class Reference(fx.Interpreter):
 
         def forced(node: fx.Node, value: Any) -> Any:
             other = values.get(node)
-            if other is None or not isinstance(value, Tensor) or (other.shape, other.dtype) != (value.shape, value.dtype):
+            if other is None or not isinstance(value, Tensor):
                 return value
+            if (other.shape, other.dtype) != (value.shape, value.dtype):
+                return value
+            if node.target is DEQUANTIZE and isinstance(node.args[1], float):  # an op may leave rounding to its reader
+                qparams: Any = node.args[1:5]
+                other = torch.fake_quantize_per_tensor_affine(other, *qparams)
             problem = _local_difference(node, value, other)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))
@@ -486,7 +489,7 @@ class Reference(fx.Interpreter):
         """
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16) or not value.numel():
             return value
-        if node.target is DEQUANTIZE or node.meta.get("writes") or self._is_view(node, value):
+        if node.target is DEQUANTIZE or writes(node) or self._is_view(node, value):
             return value
         reader = next((user for user in node.users if user.target is QUANTIZE), None)
         finite = value.isfinite()

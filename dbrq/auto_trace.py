@@ -27,28 +27,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from . import moves
 from .containers import tree_leaves, tree_map
 from .decompositions import DECOMPOSABLE, decomposed
-from .errors import ConfigurationError
+from .errors import ConfigurationError, KernelInputError
 from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
 from .op_facts import mutates
 from .record import Place, Tag
 from .sites import border, chain_of_spots, spot
-from .tensors import Int8Tensor, Lazy, plain
+from .tensors import Int8Tensor, Lazy, Provenance, current, plain, unmarked
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState, Hook, Hooks
 
 hook_log = logging.getLogger("dbrq.hooks")
-TAG = "_dbrq_tag"
 #: What a lowered part returns where it cannot run.
 NOT_RUN = object()
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
+_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
@@ -311,12 +312,9 @@ class RunCall(TorchFunctionMode):
         self.frame: Frame | None = None
         self.lenient = False
         self.counts: dict[int, int] = {}
-        self.mutations = 0
-        self.written: list[Tensor] = []  # which may outlive the run: buffers, for one
+        self.provenance = Provenance()
         self.unsure = False  # the op that runs read a value of unknown range
         self.strays = False  # some op of this run did
-        self.quantized_inputs: dict[int, tuple] = {}
-        self.input_tags: dict[int, Tag] = {}
         self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
         self.slow = self.log is not None or self.log_hooks
@@ -325,7 +323,12 @@ class RunCall(TorchFunctionMode):
 
     @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        previous, active.call = active.call, self
+        if torch._C._len_torch_dispatch_stack():
+            _refuse_fake_mode(intercepted.path)
+        if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
+            args, kwargs = tree_map(plain, (args, kwargs))
+        outer, active.call = active.call, self
+        previous, current.provenance = current.provenance, self.provenance
         enabled = torch.is_grad_enabled()
         try:
             with torch.no_grad(), self:  # int8 kernels have no gradient: through what is float it would be wrong
@@ -335,9 +338,8 @@ class RunCall(TorchFunctionMode):
                     self._tag_inputs(intercepted, args, kwargs)
                     output = self._leave(self.enter(intercepted, args, kwargs))
         finally:
-            active.call = previous
-            while self.written:  # what made them is nobody's business in the next run
-                untagged(self.written.pop())
+            active.call, current.provenance = outer, previous
+            self.provenance.end()
         if enabled:
             return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
         return output
@@ -346,12 +348,13 @@ class RunCall(TorchFunctionMode):
         assert intercepted.state is not None
         tags_of = intercepted.state.input_tags
         for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
-            self.input_tags.update((id(t), tag) for t, tag in zip(tensors, tags_of(name, tensors), strict=True))
+            for tensor, tag in zip(tensors, tags_of(name, tensors), strict=True):
+                self.provenance.set_tag_of_any(tensor, tag)
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
         with _disabled():
-            return tree_map(untagged, output)
+            return tree_map(unmarked, output)
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module of the model is called."""
@@ -392,7 +395,13 @@ class RunCall(TorchFunctionMode):
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module that is kept in float: the subtree runs as the user wrote it."""
         with _disabled():
-            return intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            return self._unseen(intercepted, args, kwargs)
+
+    def _unseen(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A module's own forward on plain tensors, to some of which it may write."""
+        output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+        self.provenance.written(None)
+        return output
 
     # Op hooks
 
@@ -402,13 +411,13 @@ class RunCall(TorchFunctionMode):
             if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
             with _disabled():
-                output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+                output = self._unseen(intercepted, args, kwargs)
                 if row is None:  # not looked into: all its outputs are its own
                     name = type(intercepted.module).__name__
                     given = list(tree_leaves((args, kwargs)))
                     for leaf in tree_leaves(output):
                         if type(leaf) is Tensor and not any(leaf is g for g in given):
-                            leaf.__dict__[TAG] = name
+                            self.provenance.set_tag_of_any(leaf, name)
                 return output
         hook = self.frame.leaf(row, intercepted.path)
         if hook is None:
@@ -422,10 +431,10 @@ class RunCall(TorchFunctionMode):
         name = intercepted.row.name
         self.frame.state.unrecorded(name, intercepted.path)
         with _disabled():
-            output = intercepted.original(*tree_map(plain, args), **tree_map(plain, kwargs))
+            output = self._unseen(intercepted, args, kwargs)
             for leaf in tree_leaves(output):
                 if type(leaf) is Tensor:
-                    leaf.__dict__[TAG] = name
+                    self.provenance.set_tag_of_any(leaf, name)
             return output
 
     def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -436,7 +445,7 @@ class RunCall(TorchFunctionMode):
                 return intercepted.original(*args, **kwargs)
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and hook.reads:
-                    self.input_tags[id(leaf)] = hook.reads[0].tag
+                    self.provenance.set_tag_of_any(leaf, hook.reads[0].tag)
             return tree_map(plain, hook.module(self, intercepted, args, kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -482,7 +491,7 @@ class RunCall(TorchFunctionMode):
         if tag is not None:
             for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
                 if type(leaf) is Tensor and leaf is not subject:
-                    leaf.__dict__[TAG] = tag
+                    self.provenance.set_tag(leaf, tag)
         return output
 
     # Argument dequant hooks
@@ -496,8 +505,9 @@ class RunCall(TorchFunctionMode):
             if written is None and args:
                 written = args[0]
             if type(written) is Tensor:
-                written.__dict__[TAG] = function_name(func)
-                written.__dict__.pop(INT8, None)
+                self.provenance.set_tag_of_any(written, function_name(func))
+            elif isinstance(written, Int8Tensor):
+                written.tag = function_name(func)
             return output
         given = args
         if any(isinstance(a, (Lazy, list, tuple)) for a in args):
@@ -515,20 +525,23 @@ class RunCall(TorchFunctionMode):
 
     def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
         """Say who made a value; some functions return what they were given."""
-        if TAG not in output.__dict__ and not any(output is a for a in given):
+        provenance = self.provenance
+        if provenance.tag(output) is None and not any(output is a for a in given):
             unsure = self.strays and any(isinstance(a, Tensor) and self.tag_of(a) == UNSURE for a in given)
-            output.__dict__[TAG] = UNSURE if unsure else function_name(func)
+            tag = UNSURE if unsure else function_name(func)
+            if type(func) is _Getter:  # x.grad, x._base: tensors that were there before
+                provenance.set_tag_of_any(output, tag)
+            else:
+                provenance.set_tag(output, tag)
 
     def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
         """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
         target = kwargs.get("out")
         if target is None and inplace and args:
             target = args[0]
-        if target is not None:
-            self.mutations += 1
         if not isinstance(target, Int8Tensor):
-            if type(target) is Tensor:
-                self.written.append(target)
+            if target is not None:
+                self.provenance.written(target)
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))
         value = target.float_value().clone()
         args, kwargs = tree_map(lambda leaf: value if leaf is target else plain(leaf), (args, dict(kwargs)))
@@ -547,21 +560,26 @@ class RunCall(TorchFunctionMode):
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``."""
         if type(value) is Int8Tensor:
-            if value.data_u8 is not None:
-                return value.tag
-            if value.deferred is not None:
-                return value.deferred.tag(value.stage)
-            value = value.float_value()
-        tag = value.__dict__.get(TAG)
-        return self.input_tags.get(id(value)) if tag is None else tag
+            return value.tag if value.deferred is None else value.deferred.tag(value.stage)
+        return self.provenance.tag(value)
+
+
+def _refuse_fake_mode(path: str) -> None:
+    """Raise where all tensors that are made are stand-ins without elements: kernels need those."""
+    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    if any(isinstance(mode, FakeTensorMode) for mode in stack):
+        raise KernelInputError(
+            "a converted model was called under FakeTensorMode", path=path, expected="tensors with elements",
+            hint="trace the float model, or the graph that dbrq.rewrite gives",
+        )  # fmt: skip
 
 
 def _shown(leaf: Any) -> Any:
-    """A value for the user to keep: plain, without what runs write on it, and no reader of a fusion under way."""
+    """A value for the user to see: plain, and no reader of a fusion under way."""
     if isinstance(leaf, Lazy):
         fused = getattr(leaf, "deferred", None)
         leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
-    return leaf.detach() if type(leaf) is Tensor else leaf
+    return leaf
 
 
 def version_of(tensor: Tensor) -> int:
@@ -582,19 +600,6 @@ def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
         expected="a hook that only looks", got=getattr(hook, "__qualname__", type(hook).__name__),
         hint="register it on the float model, before prepare, so that ranges are those of the changed values",
     )  # fmt: skip
-
-
-def untagged(leaf: Any) -> Any:
-    if isinstance(leaf, Lazy):
-        leaf = leaf.float_value()
-    if type(leaf) is Tensor:
-        leaf.__dict__.pop(TAG, None)
-        leaf.__dict__.pop(INT8, None)
-    return leaf
-
-
-#: Attribute of a float tensor that caches its quantized elements.
-INT8 = "_dbrq_int8"
 
 
 def has_float(args: tuple, kwargs: dict) -> bool:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import activations, constant
-from .auto_trace import TAG, UNSURE, InterceptedForward, RunCall
+from .auto_trace import UNSURE, InterceptedForward, RunCall
 from .errors import QuantizationError
 from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .ranges import seven_bits
 from .record import SeenOp, Tag
-from .tensors import Int8Tensor, plain
+from .tensors import Int8Tensor, plain, set_tag
 from .weights import (
     StoredWeight,
     Watched,
@@ -51,7 +51,7 @@ class Fused:
     def value(self, stage: int) -> Tensor:
         with _disabled():
             result = self.plan.execute(self.q, self.qparams, stage, self.other, None)
-            result.__dict__[TAG] = self.tag(stage)
+            set_tag(result, self.tag(stage))
             return result
 
     def tag(self, stage: int) -> Tag:
@@ -363,8 +363,9 @@ class FusedPlan(Plan):
             if not self.expects(x.tag):
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
-        value = plain(x)
-        tag = call.tag_of(value)
+        value, tag = plain(x), call.tag_of(x)
+        if value.dim():
+            self.require_float32(value)
         if not self.expects(tag):
             if tag != UNSURE:
                 self.unrecorded(tag)

@@ -2,9 +2,12 @@
 
 import os
 
+import torch
+
 #: What Python and torch raise where code meets values of another kind than it was written for: traced numbers for ints,
 #: perturbed inputs, graphs that a compiler does not take. All of ``dbrq``'s own errors are among them.
-ERRORS_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ERRORS_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+                  torch.jit.Error)  # fmt: skip
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 

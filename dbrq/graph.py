@@ -13,7 +13,7 @@ import operator
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ import torch.ao.quantization.fx._decomposed  # registers the quantized_decompose
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .containers import tree_leaves
-from .errors import RewriteError, SeveralPathsError
+from .containers import tree_leaves, tree_map
+from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
+from .located import located
 from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
@@ -83,6 +84,7 @@ class GraphRecorder:
         model: the model that runs; the graph takes its parameters and buffers.
         sizes: what becomes of sizes.
         numbers: source line and how often it ran before -> the numbers that it read out of tensors in calibration.
+        state: paths of the model's tensors that runs are known to change.
 
     Attributes:
         symbolic: whether sizes are free.
@@ -91,9 +93,12 @@ class GraphRecorder:
         path: path of the module that runs.
         modules: submodules that the graph calls, by path.
         decisions: what the graph asserts, in words; ``value_decisions`` of them read elements of tensors.
+        reads_constants: elements of tensors that seem constant became plain numbers.
     """
 
-    def __init__(self, model: nn.Module, sizes: Sizes, numbers: Mapping[tuple[str, int], set]) -> None:
+    def __init__(
+        self, model: nn.Module, sizes: Sizes, numbers: Mapping[tuple[str, int], set], state: Collection[str] = ()
+    ) -> None:
         self.model, self.sizes, self.numbers = model, sizes, numbers
         self.symbolic = sizes is not Sizes.FIXED
         self.graph, self.root = fx.Graph(), nn.Module()
@@ -104,7 +109,7 @@ class GraphRecorder:
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
         self._written: Counter[int] = Counter()  # memory that was written to, and how often
-        self._varying: set[int] = set()  # memory that holds something else in each call, since it was written to
+        self._varying: set[int | None] = set()  # memory that holds something else in each call, since it was written to
         self._executing = 0
         self.value_decisions = 0
         self.decisions: list[str] = []
@@ -119,6 +124,17 @@ class GraphRecorder:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
+        self.reads_constants = False
+        self._originals = [
+            (module, name, value)
+            for module in model.modules()
+            for name, value in (*module._buffers.items(), *vars(module).items())
+            if isinstance(value, Tensor)
+        ]
+        self._bases = _shared_memory(value for _, _, value in self._originals)
+        for _, _, value in self._originals:
+            if self._names[id(value)] in state:
+                self._varying.add(memory_of(value))
 
     # What is known
 
@@ -162,12 +178,63 @@ class GraphRecorder:
                 hint="write this part in Python, or lower the modules around it one by one",
             )
         self._kept.append(tensor)
+        if id(tensor) not in self._names and _is_borrowed(tensor):
+            return self._constant(tensor)
+        base = self._bases.get(id(tensor))
+        if base is not None:
+            place = tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
+            return self.bind(tensor, self._part_of(base, *place), static=True).node
         name = self._names.get(id(tensor)) or self._fresh("constant")
         if (memory := memory_of(tensor)) is not None:
             self._state.add(memory)
         return self.bind(tensor, self.attribute(name, tensor), static=True).node
 
     # Tensors the graph holds
+
+    def _part_of(self, base: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> fx.Node:
+        """A view of a tensor of the model."""
+        args = (self.node_of(base), list(shape), list(strides), offset)
+        node = self.graph.call_function(torch.as_strided, args)
+        self._describe(node)
+        return node
+
+    def changed_state(self) -> set[str]:
+        """Paths of the model's tensors that hold something else after a run."""
+        return {name for name, tensor in self._attributes.items() if memory_of(tensor) in self._varying & self._state}
+
+    def write_back(self, output: Any) -> Any:
+        """Have the graph write what the code assigned to buffers and attributes, if it reads what they were, to the
+        tensors that it holds for them; returns the output, which must not see that.
+
+        Raises:
+            RewriteError: they have another shape or dtype now.
+        """
+        held = {id(tensor) for tensor in self._attributes.values()}
+        assigned = []
+        for module, name, before in self._originals:
+            now = module._buffers.get(name, vars(module).get(name))
+            if now is before or not isinstance(now, Tensor) or id(before) not in held:
+                continue
+            if now.shape != before.shape or now.dtype is not before.dtype:
+                raise RewriteError(
+                    "a call replaces a tensor of the model by one of another shape or dtype, which the next call reads",
+                    path=self._names[id(before)].rpartition(".")[0], op=name,
+                    expected=f"{tuple(before.shape)}, {before.dtype}", got=f"{tuple(now.shape)}, {now.dtype}",
+                    hint="write to a part of a tensor that is large enough, or take the tensor as an input",
+                )  # fmt: skip
+            assigned.append((before, now))
+        old = {memory_of(before) for before, _ in assigned}
+
+        def apart(leaf: Any) -> Any:
+            shared = isinstance(leaf, Tensor) and memory_of(leaf) in old
+            return self.call(torch.clone, (leaf,), {}) if shared else leaf
+
+        with torch.no_grad():
+            values = [apart(now) for _, now in assigned]
+            output = tree_map(apart, output) if assigned else output
+            for (before, _), value in zip(assigned, values, strict=True):
+                self.call(torch.Tensor.copy_, (before, value), {})
+        return output
 
     def attribute(self, name: str, tensor: Tensor) -> fx.Node:
         """A ``get_attr`` node for ``tensor``, registered as ``name`` or, if that is taken, a name like it."""
@@ -266,7 +333,7 @@ class GraphRecorder:
         kind, target, given, options = spelled(function, args, kwargs)
         static = self._is_static((*given, *options.values()))
         if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
-            return self._constant(self.execute(function, args, kwargs))
+            return self.execute(function, args, kwargs)
         name = self._node_name(_base_name(target)) if name is None else _identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
@@ -274,8 +341,11 @@ class GraphRecorder:
         nodes = [self.node_of(t) for t in tensors]
         versions = [_version(t) for t in tensors]
         with Watching() as watched:
-            result = self.execute(function, args, kwargs)
+            result = self._as_written(function, (args, kwargs), node, (given, options))
         changed = [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before]
+        self._varying -= {memory_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)} - set(
+            map(memory_of, tensors)
+        )
         node.meta["facts"] = seen(node, watched, list(zip(tensors, nodes, strict=True)), result, changed)
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
@@ -285,22 +355,27 @@ class GraphRecorder:
         for memory in written & {memory_of(t) for t in given} - {None}:
             self._written[memory] += 1  # type: ignore[index]
             if not static or memory in self._state:
-                self._varying.add(memory)  # type: ignore[arg-type]
+                self._varying.add(memory)
 
     def writes_to(self, tensor: Tensor) -> int:
         """How often the memory of ``tensor`` was written to."""
         return self._written[memory_of(tensor)]  # type: ignore[index]
 
-    def _constant(self, result: Any) -> Any:
-        """What is made anew in each call, and always the same: the graph holds it, and copies it where it is used."""
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._kept.append(tensor)
-                held = self.attribute(self._fresh("constant"), tensor)
-                node = self.graph.call_method("clone", (held,))
-                self._describe(node)
-                self.bind(tensor, node, static=True)
-        return result
+    def _constant(self, tensor: Tensor) -> fx.Node:
+        """The node of a tensor that each call makes anew, and always the same: the graph copies one that it holds."""
+        self._kept.append(tensor)
+        node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
+        self._describe(node)
+        return self.bind(tensor, node, static=True).node
+
+    def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
+        """Run a call as the graph has it, so that a wrong spelling shows here."""
+        target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+        try:
+            return self.execute(target, *written)
+        except ERRORS_OF_CODE as error:
+            self.execute(function, *call)  # a mistake of the user's is raised as torch has it
+            raise located("writing a call for a graph", error, node) from error
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""
@@ -394,6 +469,7 @@ class GraphRecorder:
             return result
         if type(result) in (bool, int, float):
             node.meta.update(reads=True, place=self.place())
+            self.reads_constants = self.reads_constants or static
         return result if static else traced(result, node, self)
 
     @staticmethod
@@ -439,10 +515,12 @@ class GraphRecorder:
     def number(self, tensor: Tensor, method: str, *args: Any) -> Any:
         """``tensor.method(*args)``, a number that is read from the tensor or its shape."""
         value = self.execute(getattr(torch.Tensor, method), (tensor, *args), {})
-        known = self.known(tensor)
-        if known is None or not self.depends(tensor):
+        if not self.depends(tensor):
+            self.reads_constants = self.reads_constants or method == "item"
             return value
-        node = self.graph.create_node("call_method", method, (known.node, *args), name=self._node_name(method))
+        node = self.graph.create_node(
+            "call_method", method, (self.node_of(tensor), *args), name=self._node_name(method)
+        )
         self._describe(node)
         if method == "item":  # a number of no type to TorchScript
             node = self.graph.call_function(type(value), (node,))
@@ -535,7 +613,7 @@ class GraphRecorder:
         """Whether the elements of ``tensor`` depend on an input."""
         known = self.known(tensor)
         stranger = self._strangers.get(id(tensor))
-        if known is not None and memory_of(tensor) in self._varying:
+        if memory_of(tensor) in self._varying:
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
 
@@ -586,6 +664,29 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not is_impure(node):
             graph.erase_node(node)
+
+
+def _shared_memory(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """For tensors that are parts of another one of them: that other one, by their ids."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if (memory := memory_of(tensor)) is not None and tensor.numel():
+            found.setdefault((memory, tensor.dtype), []).append(tensor)
+    bases: dict[int, Tensor] = {}
+    for group in found.values():
+        base = max(group, key=torch.Tensor.numel)
+        start = base.storage_offset()
+        for tensor in group:
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            inside = start <= tensor.storage_offset() and tensor.storage_offset() + last < start + base.numel()
+            if tensor is not base and base.is_contiguous() and inside:
+                bases[id(tensor)] = base
+    return bases
+
+
+def _is_borrowed(tensor: Tensor) -> bool:
+    """Whether memory was made outside of torch, as by numpy."""
+    return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
 
 
 def _version(tensor: Tensor) -> int:

@@ -558,10 +558,10 @@ def _contains(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
 def _elements(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
     """All elements leave torch: the graph holds for these."""
     recorder, x = run.recorder, args[0]
-    known = recorder.known(x)
-    if known is not None and recorder.depends(x):
+    if recorder.depends(x):
         same = recorder.call(torch.equal, (x, recorder.execute(torch.clone, (x,), {})), {})
         same.decided()
+    recorder.reads_constants = True
     return recorder.execute(func, args, kwargs)
 
 

@@ -146,12 +146,24 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_dynamic(func, args):
             self.dynamic = str(func)
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(_written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor) and (memory := memory_of(leaf)) is not None:
                 self.written.add(memory)
         return result
+
+
+#: Arguments without which, or with 0, a random op draws nothing.
+_PROBABILITIES = ("dropout_p", "dropout", "train", "training")
+
+
+def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.name in _PROBABILITIES}
+    given = defaults | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return not any(type(given[name]) in (bool, int, float) and not given[name] for name in defaults)
 
 
 def _is_dynamic(func: OpOverload, args: Sequence[Any]) -> bool:
@@ -180,7 +192,10 @@ def memory_of(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # a subclass that computes its elements
+            return None
 
 
 # Nodes
@@ -254,6 +269,20 @@ def assumed(node: fx.Node) -> Facts:
     aliases = first if may_alias(function) or writes else ()
     dynamic = any(tag in op.tags for op in found for tag in _DYNAMIC_TAGS) and function is not operator.getitem
     return Facts(name, tuple(writes), aliases, bool(found) and may_be_random(function), dynamic)
+
+
+def is_unsaid(node: fx.Node) -> bool:
+    """Whether a node of a single op writes, or gives a view, and the op's schema does not say so: what goes by schemas
+    alone, as TorchScript does, takes such a write for none.
+    """
+    facts, found = facts_of(node), _overloads(node.target)  # type: ignore[arg-type]
+    if not found or node.op not in ("call_function", "call_method"):
+        return False
+    if facts.writes and not ("out" in node.kwargs or node.kwargs.get("inplace")):
+        said = (a for op in found for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return not any(isinstance(a.type, torch.TensorType) for a in said)
+    one = all(isinstance(r.type, torch.TensorType) for op in found for r in op._schema.returns)
+    return bool(facts.aliases) and not facts.writes and one and not may_alias(node.target)  # type: ignore[arg-type]
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import bind_leaf
-from .auto_trace import INT8, TAG, UNSURE, InterceptedForward, RunCall
+from .auto_trace import UNSURE, InterceptedForward, RunCall
 from .containers import tree_leaves, tree_map
 from .errors import DeviationError, KernelInputError
 from .kernels import QParams, dynamic_qparams, quantize, together
@@ -21,13 +21,21 @@ from .mappings import Role, Spelling, asks_inplace
 from .record import Read, SeenOp, Tag
 from .reference import run_float
 from .sites import Spot
-from .tensors import Int8Tensor, plain
+from .tensors import Int8Tensor, plain, set_tag
 
 if TYPE_CHECKING:
     from .quantization_state import AutoQuantizationState
 
 Quantized = tuple[Tensor, QParams]
 _disabled = torch._C.DisableTorchFunction
+
+
+_no_dispatch = Tensor.__torch_dispatch__
+
+
+def _has_elements(x: Tensor) -> bool:
+    """Whether a tensor is one, and not a stand-in (``FakeTensor``, ``DTensor``) that computes in Python."""
+    return type(x) is Tensor or type(x).__torch_dispatch__ is _no_dispatch
 
 
 class Plan:
@@ -110,6 +118,8 @@ class Plan:
         with _disabled():
             if self.op.decision.precision == "float":
                 self._note_origins(call, args[:1])
+                if self.op.inplace and args:
+                    call.provenance.written(args[0])
                 return self.float_result(call, leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
             bound = bind_leaf(leaf, args, kwargs)
             return self._finish(call, bound[0], self.run(call, bound), self.op.inplace)
@@ -142,13 +152,12 @@ class Plan:
                 expected="torch.Tensor",
                 got=type(x).__name__,
             )
-        if type(x) is Int8Tensor:
-            if x.data_u8 is not None:
-                if self.any_time or self.edge(number, x.tag) is None:
-                    call.unsure = call.strays = True
-                return x.data_u8, x.qparams  # type: ignore[return-value]
-            x = x.float_value()
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            if self.any_time or self.edge(number, x.tag) is None:
+                call.unsure = call.strays = True
+            return x.data_u8, x.qparams  # type: ignore[return-value]
         tag = call.tag_of(x)
+        x = plain(x)
         qparams = self.edge(number, tag)
         if qparams is None or self.any_time or not self.expects(tag):
             call.unsure = call.strays = True
@@ -160,29 +169,27 @@ class Plan:
             if not x.numel():
                 return None
             qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
-        inputs = id(x) in call.input_tags
-        cached = call.quantized_inputs.get(id(x)) if inputs else x.__dict__.get(INT8)
-        if cached is not None and cached[0] == qparams and cached[2] == call.mutations and cached[3] is call:
-            return cached[1], qparams
-        self.require_float32(x)
-        q = quantize(x.detach(), qparams)
-        entry = (qparams, q, call.mutations, call)
-        if inputs:
-            call.quantized_inputs[id(x)] = entry
-        else:
-            x.__dict__[INT8] = entry
+        q = call.provenance.int8(x, qparams)
+        if q is None:
+            self.require_float32(x)
+            q = quantize(x.detach(), qparams)
+            call.provenance.keep_int8(x, qparams, q)
         return q, qparams
 
     def require_float32(self, x: Tensor) -> None:
-        if x.dtype is not torch.float32:
-            raise KernelInputError(
-                "an int8 op got another dtype",
-                path=self.op.owner,
-                op=self.op.path,
-                expected="torch.float32",
-                got=x.dtype,
-                hint="pass float32, as in the watching run",
-            )
+        """Raise unless ``x`` has float32 elements in memory: kernels would read where there are none."""
+        if x.dtype is torch.float32 and x.layout is torch.strided and x.is_cpu and _has_elements(x):
+            return
+        got = type(x).__name__ if x.is_cpu and x.dtype is torch.float32 else f"{x.dtype} on {x.device}"
+        got = got if x.layout is torch.strided else f"{x.dtype}, {x.layout}"
+        raise KernelInputError(
+            "an int8 op got another dtype, device or layout, or a tensor without elements",
+            path=self.op.owner,
+            op=self.op.path,
+            expected="torch.float32, dense, on cpu",
+            got=got,
+            hint="pass float32 tensors that are in memory, as in the watching run",
+        )
 
     def unrecorded(self, tag: Tag, number: int | None = None) -> None:
         """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
@@ -218,23 +225,24 @@ class Plan:
             return self._tagged(output)
         call.unsure = False
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Int8Tensor):  # written to, and float now
-                leaf = leaf.float_value()
-            if type(leaf) is Tensor:
-                leaf.__dict__[TAG] = UNSURE
+            if isinstance(leaf, Int8Tensor) and leaf.data_u8 is None:  # written to, and float now
+                leaf.tag = UNSURE
+            elif type(leaf) is Tensor:
+                call.provenance.set_tag(leaf, UNSURE)
         return output
 
     def _tagged(self, output: Any) -> Any:
         if type(output) is Tensor:
-            output.__dict__[TAG] = self.tag
-        elif isinstance(output, Int8Tensor):  # written to, and float now
-            self._tagged(output._float)
+            set_tag(output, self.tag)
+        elif isinstance(output, Int8Tensor):
+            if output.data_u8 is None:  # written to, and float now
+                output.tag = self.tag
         elif isinstance(output, (tuple, list)):
             tags = iter(self.op.outputs)
             for leaf in tree_leaves(output):
                 info = next(tags, None) if isinstance(leaf, Tensor) else None
                 if info is not None and type(leaf) is Tensor:
-                    leaf.__dict__[TAG] = info.tag
+                    set_tag(leaf, info.tag)
         return output
 
     def _finish(self, call: RunCall, target: Any, output: Any, inplace: bool) -> Any:
@@ -243,11 +251,10 @@ class Plan:
         if isinstance(target, Int8Tensor):
             target.become(output)
         else:
-            value = plain(output)
-            target.copy_(value)
-            target.__dict__[TAG] = value.__dict__.get(TAG, self.tag)
-            target.__dict__.pop(INT8, None)
-            call.written.append(target)
+            tag = call.tag_of(output)
+            target.copy_(plain(output))
+            call.provenance.written(target)
+            call.provenance.set_tag_of_any(target, self.tag if tag is None else tag)
         return target
 
     def run_plain(self, bound: list[Any]) -> Any:

@@ -34,9 +34,14 @@ def are_scales(scale: Tensor) -> bool:
     return bool(((scale >= _LEAST) & (scale <= _MOST)).all())
 
 
+def saturates() -> bool:
+    """Whether int8 products of this CPU need activations of 7 bits."""
+    return not has_exact_int8_dot()
+
+
 def for_this_cpu(q: QParams) -> QParams:
     """``q``, or where that would saturate the same range in 7 bits."""
-    if q.quant_max <= SAFE or has_exact_int8_dot():
+    if q.quant_max <= SAFE or not saturates():
         return q
     width = q.quant_max - q.quant_min
     if width <= SAFE:  # 7 bits that begin too high: the same values with other integers
@@ -53,4 +58,4 @@ def is_narrow(activation: Any) -> bool:
 
 def seven_bits(activation: Any) -> bool:
     """Whether values that are quantized by their own range get 7 bits: as the observer asks, or as this CPU needs."""
-    return is_narrow(activation) or not has_exact_int8_dot()
+    return is_narrow(activation) or saturates()

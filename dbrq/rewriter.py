@@ -6,10 +6,12 @@ depended on is asserted in the graph: ranks and dtypes of the inputs, and every 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +19,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import selfcheck
-from .agreement import INFORMATIVE, Outcome, Reference, Trial, WrongOp, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .agreement import (
+    INFORMATIVE,
+    Outcome,
+    Reference,
+    Trial,
+    outcome,
+    owned,
+    perturbed,
+    random_state_kept_if_drawn,
+    seeded,
+)
 from .auto_trace import InterceptedForward, logging_values
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves
 from .copies import copied, uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
-from .graph import GraphRecorder, Sizes, remove_dead
+from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph_run import GraphRun
 from .guards import without_autocast
@@ -163,13 +175,16 @@ class Converted:
         self.quantized, self.inside = quantized, inside
         self._copy: nn.Module | None = None
 
-    def call(self, trial: Trial, written: Collection[str], changes: bool) -> tuple[dict[str, Any], list[str]]:
+    def call(
+        self, trial: Trial, reference: Reference, values: dict[str, list[Tensor]] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
         """What a call leaves behind, and what it would have warned of.
 
         Args:
-            written: paths of tensors that the model's code writes to.
-            changes: it may write to its inputs, so that they are part of the outcome.
+            reference: the model's graph, which has run already, so that it is known what calls write to.
+            values: takes what ops give: path -> values.
         """
+        written, changes = reference.changed, reference.writes
         if self._copy is None:
             tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
             self._copy = copied(self.quantized, [t for name, t in tensors if name not in written])
@@ -178,7 +193,8 @@ class Converted:
         intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
         args, kwargs = owned(trial.inputs)
         before = _held(model)
-        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
+        log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
+        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed), log:
             if self.inside is None:
                 output = model(*args, **kwargs)
             else:
@@ -201,9 +217,17 @@ def _held(model: nn.Module) -> list[tuple]:
         return value if isinstance(value, (bool, int, float, str)) else id(value)
 
     return [
-        (path, name, shown(value)) for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
+        (path, name, shown(value))
+        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
         for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
     ]  # fmt: skip
+
+
+def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
+    """Put a copy of an op's value with those that it had in this run."""
+    if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
+        with torch._C.DisableTorchFunction():
+            values.setdefault(op.path, []).append(plain(value).detach().clone())
 
 
 class _Noted(set):
@@ -226,37 +250,46 @@ def _placed(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[
 
 
 def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: dict) -> Recording:
-    """The recording, with perturbed inputs for trials; raises unless graph and model agree on all of them."""
+    """The recording, with perturbed inputs for trials.
+
+    Raises:
+        MismatchError: an op of the converted model gives something else than the same op of the graph.
+        RewriteError: the outcomes of model and graph differ, though no op does.
+    """
     reference = Reference(recording.graph)
     example = recording.trials()[0]
+    call = dataclasses.replace(example, inputs=(args, kwargs))
     reference.expected(example)
-    given = dataclasses.replace(example, inputs=(args, kwargs))
-    got, warned = converted.call(given, reference.changed, reference.writes)
-    _compare(converted, reference, example, given, got)
-    found = _on_other_inputs(recording, converted, reference, args, kwargs, warned)
+    got, warned = converted.call(call, reference)
+    recording = dataclasses.replace(recording, reference=reference)
+    _compare(converted, reference, example, call, got)
+    values: dict[str, list[Tensor]] = {}
+    found = _on_other_inputs(recording, converted, reference, call, warned, values)
     if found is None:
-        return dataclasses.replace(recording, reference=reference)
+        converted.call(call, reference, values)
+        _check_ops(reference, example, values)
+        return recording
     other, call, got = found
+    _check_ops(reference, other, values)
     _compare(converted, reference, other, call, got)
-    return dataclasses.replace(recording, others=other.inputs, reference=reference)
+    return dataclasses.replace(recording, others=other.inputs)
 
 
 def _on_other_inputs(
-    recording: Recording, converted: Converted, reference: Reference, args: tuple, kwargs: dict, warned: list[str]
-) -> tuple[Trial, Trial, dict[str, Any]] | None:
+    recording: Recording, converted: Converted, reference: Reference, example: Trial, warned: list[str],
+    values: dict[str, list[Tensor]],
+) -> tuple[Trial, Trial, dict[str, Any]] | None:  # fmt: skip
     """Perturbed inputs that model and graph take, for the graph and for the model, and what the model gives; None if
     there are none: integers may mean sizes or sorted indices, and code may decide on any value.
     """
     intercepted: InterceptedForward = converted.quantized.__dict__["forward"]
     for integers in (True, False):
-        other = perturbed((args, kwargs), integers)
-        inputs = tuple(_placed(intercepted, *other)[: len(recording.inputs)])
-        trial = dataclasses.replace(recording.trials()[0], words="perturbed inputs", inputs=inputs)
-        if trial.seed is not None:
-            trial = dataclasses.replace(trial, seed=1)
-        call = dataclasses.replace(trial, inputs=other)
+        call = Trial("perturbed inputs", perturbed(example.inputs, integers), None if example.seed is None else 1)
+        inputs = tuple(_placed(intercepted, *call.inputs)[: len(recording.inputs)])
+        trial = dataclasses.replace(call, inputs=inputs)
+        values.clear()
         try:
-            got, now = converted.call(call, reference.changed, reference.writes)
+            got, now = converted.call(call, reference, values)
             if now != warned:
                 continue
             reference.expected(trial)
@@ -265,27 +298,22 @@ def _on_other_inputs(
                 raise
             continue
         return trial, call, got
+    values.clear()
     return None
 
 
 def _compare(converted: Converted, reference: Reference, trial: Trial, call: Trial, got: Outcome) -> None:
-    """Raise unless the converted model gives what the graph does; say which op of which is wrong.
+    """Raise unless the converted model gives what the graph does.
 
     Args:
         trial, call: the inputs, for the graph and for the model.
     """
     found = reference.difference(trial, got)
     noise = reference.noise(trial)
-    if found is None and noise < INFORMATIVE:
-        return
-    wrong = _wrong_op(converted, reference, trial, call)
-    if wrong is not None:
-        raise MismatchError(
-            "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
-            op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
-            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: leave "
-            "this op in float (qconfig None), and please report it",
-        )  # fmt: skip
+    if found is not None or noise > INFORMATIVE:
+        values: dict[str, list[Tensor]] = {}
+        converted.call(call, reference, values)
+        _check_ops(reference, trial, values)
     if found is not None:
         raise RewriteError(
             f"the graph does not give what the model gives for {trial.words}", path="",
@@ -301,20 +329,29 @@ def _compare(converted: Converted, reference: Reference, trial: Trial, call: Tri
         )
 
 
-def _wrong_op(converted: Converted, reference: Reference, trial: Trial, call: Trial) -> WrongOp | None:
-    """The first op of the converted model that is wrong for the very inputs it had there."""
-    values: dict[str, list[Tensor]] = {}
+def _ends_op(node: fx.Node) -> bool:
+    """Whether a node has a value that its op computed, quantized perhaps, and not one that the op quantizes to read."""
+    op = node.meta["op"]
+    while node.target in (QUANTIZE, DEQUANTIZE) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.meta.get("op") == op
 
-    def keep(op: SeenOp, value: Any) -> None:
-        if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
-            with torch._C.DisableTorchFunction():
-                values.setdefault(op.path, []).append(plain(value).detach().clone())
 
-    with logging_values(keep):
-        converted.call(call, (), False)
-    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values}
-    once = {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1}
-    return reference.wrong_op(trial, once)
+def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Tensor]]) -> None:
+    """Raise if an op of the converted model is wrong for the very inputs that it had there.
+
+    Args:
+        values: path of an op -> what it gave, each time.
+    """
+    ends = {node.meta["op"]: node for node in reference.graph.nodes if node.meta.get("op") in values and _ends_op(node)}
+    wrong = reference.wrong_op(trial, {node: values[op][0] for op, node in ends.items() if len(values[op]) == 1})
+    if wrong is not None:
+        raise MismatchError(
+            "an op of the converted model does not compute what it does in the fake-quantize graph", path=wrong.path,
+            op=wrong.op, expected=wrong.expected, got=f"{wrong.got} (on {trial.words})",
+            hint="the graph is right, and the kernel that the converted model runs is wrong, on this CPU perhaps: "
+            "leave this op in float (qconfig None), and please report it",
+        )  # fmt: skip
 
 
 def _recorded(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None) -> Recording:
@@ -369,17 +406,32 @@ def _free_of_values(quantized: nn.Module, args: tuple, kwargs: dict, inside: Ins
     return recording
 
 
-def _record(quantized: nn.Module, args: tuple, kwargs: dict, inside: Inside | None, sizes: Sizes) -> Recording:
+def _record(
+    quantized: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    inside: Inside | None,
+    sizes: Sizes,
+    state: frozenset[str] = frozenset(),
+) -> Recording:
+    """One run's recording.
+
+    Args:
+        state: paths of the model's tensors that runs change, as far as that is known before the run.
+    """
     kept = [t for name, t in quantized.named_buffers() if t.dtype is torch.int8]  # nothing but dbrq has to do with them
     model = copied(quantized, kept)  # the run may leave traces in it
     args, kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
-    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers)  # type: ignore[attr-defined]
+    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, args, kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)
     with torch.inference_mode(False), random_state_kept_if_drawn() as drawing:
-        output = run.record(intercepted, inputs.args, inputs.kwargs)
+        output = recorder.write_back(run.record(intercepted, inputs.args, inputs.kwargs))
+    changed = frozenset(recorder.changed_state())
+    if recorder.reads_constants and not changed <= state:  # some of the constants are none
+        return _record(quantized, args, kwargs, inside, sizes, changed | state)
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)

@@ -18,10 +18,9 @@ from .attachment import state_of
 from .copies import uncompiled
 from .errors import LoadError, QuantizationError
 from .files import replacing
-from .kernels import has_exact_int8_dot
 from .lowering.model import LoweredModel
 from .quiet import quietly
-from .ranges import SAFE
+from .ranges import SAFE, saturates
 from .report import LOWERED_REPORT
 
 _FORMAT = "dbrq"
@@ -151,7 +150,7 @@ def _hint(content: Any) -> str:
 
 def _fit_cpu(model: nn.Module, path: str) -> None:
     """Say so, or refuse, where a model of 8 bits comes to a CPU whose int8 products saturate."""
-    if isinstance(model, LoweredModel) and not has_exact_int8_dot() and _widest(model) > SAFE:
+    if isinstance(model, LoweredModel) and saturates() and _widest(model) > SAFE:
         raise LoadError(
             "the model was lowered with 8-bit activations, and int8 products of this CPU saturate unless they have 7",
             expected="a CPU with VNNI or AMX, or a model that was lowered on this one", got=path,
@@ -161,6 +160,10 @@ def _fit_cpu(model: nn.Module, path: str) -> None:
     state = state_of(model)
     if state is not None:
         state.token.warn_of_saturation()
+        states = state.token.states.values()
+        if saturates() and any(s.is_wide for s in states):
+            for s in states:  # they were lowered where 8 bits serve, as far as one can tell: the modules themselves run
+                s.parts = {}
 
 
 def _widest(model: LoweredModel) -> int:

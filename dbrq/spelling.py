@@ -97,7 +97,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     if name == "nonzero" and (options.pop("as_tuple", False) or given[1:] == [True]):
         return "call_function", torch.ops.aten.nonzero_numpy, given[:1] or [options["input"]], {}
     if is_method(function):
-        return _method(name, given, options)
+        return _method(_SAFE.get(name, name), given, options)
     if isinstance(function, torch._ops.OpOverload):
         function = function.overloadpacket
     if name == "einsum" and (len(given) > 2 or not isinstance(given[1], (list, tuple))):
@@ -106,7 +106,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
         return "call_method", "permute", [given[1][0], order], {}
     if name in _SAFE:
         function = getattr(torch, _SAFE[name])
-    if name in _VARIADIC and given and isinstance(given[0], Tensor):
+    if name in _VARIADIC and isinstance(given[0], Tensor) and (len(given) > 1 or name == "meshgrid"):
         given = [list(given)]
     if name in _LISTED and function is getattr(torch, name):
         return "call_function", _LISTED[name], [list(given)], {}
@@ -134,6 +134,8 @@ def _renamed(keyword: str, name: str) -> str:
 def _method(name: str, given: list, options: dict) -> Spelled:
     if not given:
         given = [options.pop("self", None) if "self" in options else options.pop("input")]
+    if name == "float" and (options or given[1:]):  # TorchScript's takes no more
+        return "call_method", "to", [given[0], torch.float32], options
     if name in _TO_DTYPE:
         return "call_method", "to", [given[0], _TO_DTYPE[name]], options
     if name == "type":

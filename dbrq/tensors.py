@@ -8,8 +8,10 @@ turns up (a cache, a closure, C++ code) ``__torch_dispatch__`` gives the op plai
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,109 @@ from .containers import tree_map
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 
+if TYPE_CHECKING:
+    from .record import Tag
+
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction
+
+
+#: Attribute of a tensor that a call made: the call's stamp, and who in the call made it.
+_MADE = "_dbrq_made"
+
+
+class Provenance:
+    """Who made the float tensors that one call of a model meets, and the int8 elements they were rounded to.
+
+    Other threads run the same model on the same buffers, parameters and inputs. So of tensors that come from outside of
+    the call, nothing is written on the tensor: they are known here, held weakly, and compared, since a new tensor may
+    get the ``id`` of one that is gone. What the call itself made bears its stamp, which means nothing to another call.
+    """
+
+    __slots__ = ("_foreign", "_int8", "_stamp")
+
+    def __init__(self) -> None:
+        self._stamp = object()
+        self._foreign: dict[int, tuple[weakref.ref, Tag]] = {}
+        self._int8: dict[int, tuple[_Keyed, QParams, Tensor]] = {}
+
+    def tag(self, tensor: Tensor) -> Tag:
+        """Who made ``tensor``; None for what came from outside of the call and was not given to it."""
+        known = self._foreign.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        made = tensor.__dict__.get(_MADE)
+        return made[1] if made is not None and made[0] is self._stamp else None
+
+    def set_tag(self, tensor: Tensor, tag: Tag) -> None:
+        """Note who made ``tensor``: a new one, or one that this knows to come from outside."""
+        known = self._foreign.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            self._foreign[id(tensor)] = known[0], tag
+        else:
+            tensor.__dict__[_MADE] = self._stamp, tag
+
+    def set_tag_of_any(self, tensor: Tensor, tag: Tag) -> None:
+        """Note who made ``tensor``, which may come from anywhere."""
+        made = tensor.__dict__.get(_MADE)
+        if made is not None and made[0] is self._stamp:
+            tensor.__dict__[_MADE] = self._stamp, tag
+        else:
+            self._foreign[id(tensor)] = weakref.ref(tensor), tag
+
+    def written(self, tensor: Any) -> None:
+        """``tensor`` is written to: those that share its memory have other elements now."""
+        self._int8.clear()
+        if type(tensor) is Tensor:
+            self.set_tag_of_any(tensor, self.tag(tensor))
+
+    def end(self) -> None:
+        """The call is over."""
+        self._int8.clear()
+
+    def int8(self, tensor: Tensor, qparams: QParams) -> Tensor | None:
+        """The elements of ``tensor`` as integers, if they were quantized with ``qparams`` already."""
+        known = self._int8.get(id(tensor))
+        return known[2] if known is not None and known[1] == qparams and known[0]() is tensor else None
+
+    def keep_int8(self, tensor: Tensor, qparams: QParams, q: Tensor) -> None:
+        """Keep ``q`` for the next who reads ``tensor``, as long as that lives."""
+        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q)
+
+    def _dropped(self, reference: _Keyed) -> None:
+        known = self._int8.get(reference.key)
+        if known is not None and known[0] is reference:
+            del self._int8[reference.key]
+
+
+class _Keyed(weakref.ref):
+    """A reference to a tensor that still knows the ``id`` of one that is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+    def __new__(cls, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> _Keyed:
+        self = super().__new__(cls, tensor, dropped)  # type: ignore[type-var]
+        self.key = id(tensor)
+        return self
+
+    def __init__(self, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> None:
+        super().__init__(tensor, dropped)
+
+
+class _Current(threading.local):
+    """The provenance of the call that this thread runs, if it runs one."""
+
+    provenance: Provenance | None = None
+
+
+current = _Current()
+
+
+def set_tag(tensor: Tensor, tag: Tag) -> None:
+    """Note who made a plain tensor, in the call that runs."""
+    if (provenance := current.provenance) is not None:
+        provenance.set_tag(tensor, tag)
 
 
 class Lazy(torch.Tensor):
@@ -87,7 +190,7 @@ class Int8Tensor(Lazy):
         size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
         qparams: what they mean.
-        tag: who made them, or made what they were moved from.
+        tag: who made them, or made what they were moved from; of a fusion under way, ``deferred`` says it.
         deferred, stage: a fusion under way and how far it has come, until it is read.
         alias: a cell shared by all views of one value, True once a second one exists.
     """
@@ -120,7 +223,7 @@ class Int8Tensor(Lazy):
                     self._float = dequantize(self.data_u8, self.qparams).contiguous()
                 else:
                     self._float = self.deferred.value(self.stage)
-                    self.deferred = None
+                    self.tag, self.deferred = self.deferred.tag(self.stage), None
         return self._float
 
     def become(self, other: Tensor) -> None:
@@ -137,6 +240,7 @@ class Int8Tensor(Lazy):
         else:
             self.data_u8 = self.qparams = self.deferred = None
             self._float = other
+            self.tag = None if current.provenance is None else current.provenance.tag(other)
 
     def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
         """Other elements' order or choice of the same value, qparams unchanged."""
@@ -238,6 +342,14 @@ class _NotAView(Exception):
 def geometry_of(tensor: Tensor) -> tuple[tuple, tuple, int]:
     """Where a view's elements lie in its storage: sizes, strides, offset."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+
+
+def unmarked(value: Any) -> Any:
+    """``value`` as the user gets it: plain, and without what a call notes on tensors."""
+    value = plain(value)
+    if type(value) is Tensor:
+        value.__dict__.pop(_MADE, None)
+    return value
 
 
 def plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .arguments import activations, bind_leaf, constant, specified
-from .auto_trace import InterceptedForward, active, hook_log, look, untagged, version_of
+from .auto_trace import InterceptedForward, active, hook_log, look, version_of
 from .computed import Computed, computed
 from .containers import tree_leaves, tree_map
 from .copies import as_forward_sees, bake, copied, uncompile_children, uncompiled
@@ -56,7 +56,7 @@ from .record import (
     Value,
 )
 from .sites import border, site, user_line
-from .tensors import geometry_of
+from .tensors import geometry_of, unmarked
 
 if TYPE_CHECKING:
     from .observing import Observing
@@ -196,7 +196,7 @@ class Watch(TorchFunctionMode):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
                     self._find_varying()
-                return tree_map(untagged, output)
+                return tree_map(unmarked, output)
         finally:
             active.call = previous
 

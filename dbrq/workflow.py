@@ -27,7 +27,7 @@ from .copies import (
 )
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
 from .guards import check_ready, freeze, without_autocast
-from .kernels import QParams, has_exact_int8_dot
+from .kernels import QParams
 from .mappings import Role
 from .observers import observed
 from .observing import Observing
@@ -35,7 +35,7 @@ from .paths import Joined, Union
 from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, as_mapping, kind
 from .quantization_state import AutoQuantizationState, Hook
-from .ranges import WANTED, is_narrow, makes_sense
+from .ranges import WANTED, is_narrow, makes_sense, saturates
 from .record import Key, Record, SeenOp, Tag
 from .recurrent import recurrent_weights
 from .watch import Watch, intercept, watch
@@ -131,7 +131,7 @@ class QuantizedModelToken(ModelToken):
 
     def warn_of_saturation(self) -> None:
         """Say so where this CPU computes with fewer bits than the model was made with."""
-        if self.phase != "int8" or has_exact_int8_dot():
+        if self.phase != "int8" or not saturates():
             return
         dynamic = (op.qconfig for op in self.record.hooked() if op.decision.mode == "dynamic" and op.qconfig)
         if any(s.is_wide for s in self.states.values()) or not all(is_narrow(q.activation()) for q in dynamic):

@@ -11,6 +11,10 @@
 int main(int argc, char** argv) {
   torch::InferenceMode guard;
   torch::jit::Module model = torch::jit::load(argv[1]);  // packs the int8 weights
+  if (!model.run_method("self_test").toBool()) {
+    std::cerr << argv[1] << ": wrong numbers on this CPU; not serving\n";
+    return 1;
+  }
   std::vector<int64_t> sizes;
   for (int i = 2; i < argc; ++i) sizes.push_back(std::stoll(argv[i]));
   const torch::Tensor x = torch::zeros(sizes);

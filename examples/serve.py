@@ -3,7 +3,8 @@
     python examples/quickstart.py --save model.pt     # writes model.pt, and model.pt.inputs with an example
     python examples/serve.py model.pt model.pt.inputs
 
-The file is TorchScript with stock torch kernels inside; ``torch.jit.load`` packs the int8 weights as it loads them.
+The file is TorchScript with stock torch kernels inside; ``torch.jit.load`` packs the int8 weights as it loads them. It
+carries an example with what that should give: ``self_test`` tells whether this CPU's kernels give it.
 """
 
 import argparse
@@ -17,6 +18,8 @@ parser.add_argument("inputs", help="torch.save of a dict of keyword arguments, o
 options = parser.parse_args()
 
 model = torch.jit.load(options.model)
+if not model.self_test():
+    raise SystemExit(f"{options.model}: wrong numbers on this CPU ({model.self_test_sqnr():.1f} dB); not serving")
 inputs = torch.load(options.inputs, weights_only=True)
 with torch.no_grad():
     for _ in range(10):

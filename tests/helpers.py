@@ -312,6 +312,8 @@ class FakeQuantizeMode(TorchFunctionMode):
         output = func(*args, **kwargs)
         if op.decision.writes is not None and not op.decision.chain:
             output = fake_quantize(output, self.qparams[op.decision.writes])
+        if isinstance(out := kwargs.get("out"), Tensor):
+            return out.copy_(output)
         if spelling.inplace or (op.inplace and isinstance(first, Tensor)):
             return first.copy_(output)
         return output

@@ -21,6 +21,8 @@ from ..copies import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph import remove_dead
 from ..guards import without_autocast
+from ..located import marked, naming_ops, op_of
+from ..quiet import quiet
 from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
 from ..watch import random_state_kept
@@ -32,7 +34,6 @@ from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .parts import lower_parts
-from .quiet import scripted
 from .self_test import SelfTest, expected_outputs
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
@@ -106,7 +107,8 @@ def lower(
                 return _on_inductor(graph, inputs, module, dtype, verbose, cpp_wrapper)
             return _on_torchscript(graph, inputs, in_torch, module, dtype, verbose)
 
-        return agreeing(recording, build, dtype)
+        with naming_ops(f"lowering to {backend}", recording.graph.graph):
+            return agreeing(recording, build, dtype)
 
     if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
         try:
@@ -234,6 +236,7 @@ def lower_graph(
     def check(state: Lowering) -> None:
         verify(state, torchscript.problem)
 
+    torchscript.check_said(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
@@ -286,13 +289,16 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        return scripted(module)
+        with quiet(DeprecationWarning, UserWarning):  # of torch.jit's end; of annotations of fx.GraphModule's own
+            return torch.jit.script(module)
     except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise
+        node = marked(lowering.graph, error)
         raise RewriteError(
             f"TorchScript does not take the graph: {error}",
-            path="",
-            got=type(quantized).__name__,
+            path="" if node is None else node.meta.get("path", ""),
+            op=None if node is None else op_of(node),
+            got=type(quantized).__name__ if node is None else node.meta.get("site"),
             hint="dbrq.rewrite gives the graph itself, which runs in Python",
         ) from error

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from ..errors import RewriteError
 from ..graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
 from ..kernels import QParams
+from ..located import at
 from ..mappings import FUNCTIONS, TABLE, OpRow
 from ..op_facts import Memory, is_written, writes
 
@@ -166,6 +167,7 @@ class Lowering:
         """Apply each rewrite to the whole graph, in order."""
         for rewrite in rewrites:
             for node in list(self.graph.nodes):
+                at(node)
                 if node._erased or (nodes := rewrite.match(node)) is None:
                     continue
                 head = nodes[0]

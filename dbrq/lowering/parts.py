@@ -6,6 +6,7 @@ model; the ops that are in no part run in the converted model's own int8 kernels
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from .. import op_facts
 from ..attachment import state_of
-from ..auto_trace import NOT_RUN, TAG, InterceptedForward, RunCall
+from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
 from ..copies import copied
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
@@ -26,10 +27,10 @@ from ..graph_io import Inside, RestoringCodeGen, check_input
 from ..kernels import QParams, quantize
 from ..mappings import Role
 from ..quantization_state import AutoQuantizationState
+from ..quiet import quietly
 from ..record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
-from ..tensors import Int8Tensor, plain
-from .quiet import as_bytes, from_bytes
+from ..tensors import Int8Tensor, plain, set_tag
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -72,9 +73,9 @@ class Lowered:
             options = {name: self._taken(name, x) for name, x in kwargs.items()}
             try:
                 output = self.model(*taken, **options)
-            except ERRORS_OF_CODE as error:  # other inputs than the graph's: the module itself runs, or says what is wrong
+            except ERRORS_OF_CODE as error:
                 if is_bug(error):
-                    raise
+                    raise  # else these are other inputs than the graph's: the module runs, or says what is wrong
                 call.token.warn_once(
                     f"part {self.path}",
                     f"dbrq: {self.path} runs as it was converted, since its lowered form does not take these inputs: "
@@ -103,12 +104,14 @@ class Lowered:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if isinstance(self.model, torch.jit.ScriptModule):
-            state["model"] = as_bytes(self.model)
+            file = io.BytesIO()
+            quietly(torch.jit.save, self.model, file)
+            state["model"] = file.getvalue()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state["model"], bytes):
-            state = {**state, "model": from_bytes(state["model"])}
+            state = {**state, "model": quietly(torch.jit.load, io.BytesIO(state["model"]), map_location="cpu")}
         self.__dict__.update(state)
 
 
@@ -116,7 +119,7 @@ def _made(tensor: Tensor, tag: Tag, qparams: QParams | None) -> Tensor:
     """A tensor of the output as the run knows it."""
     if qparams is not None:
         return Int8Tensor(tensor.shape, tensor, qparams, tag)
-    tensor.__dict__[TAG] = tag
+    set_tag(tensor, tag)
     return tensor
 
 
@@ -135,7 +138,7 @@ def lower_parts(
     model = copied(quantized)
     token = state_of(model).token
     examples = _Examples(token.record, *call_arguments(example_inputs, example_kwargs))
-    examples.collect(model)
+    examples.collect(copied(quantized))  # whose buffers the run may change
     parts = _Parts(token.record, examples, lower_graph)
     parts.descend(model, "")
     if verbose:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..errors import RewriteError
 from ..kernels import (
     NO_POST_OP,
     SUPPORTED_POST_OPS,
@@ -27,7 +28,7 @@ from ..kernels import (
 )
 from ..kernels.script_recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
-from ..op_facts import family
+from ..op_facts import called, family, is_unsaid, is_written, writes
 from .engine import (
     Lowering,
     Rewrite,
@@ -317,6 +318,17 @@ REWRITES: list[Rewrite] = [
     on("dequantize", is_dequantize, _dequantize),
     DEQUANTIZE_WEIGHT,
 ]
+
+
+def check_said(lowering: Lowering) -> None:
+    """Raise where TorchScript would drop a write, since schemas do not say that it is one or where it goes."""
+    for node in lowering.graph.nodes:
+        if is_unsaid(node) and (not node.users if writes(node) else is_written(node)):
+            raise RewriteError(
+                "TorchScript does not see that this op writes, or that what it gives is written to as a view",
+                path=node.meta.get("path"), op=called(node), got=node.meta.get("site"),
+                hint='write it with other ops, or use backend="onednn"',
+            )  # fmt: skip
 
 
 def own_accumulators(lowering: Lowering) -> None:

@@ -23,6 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--start-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--show", action="store_true", help="with --seed: print the program instead")
+    parser.add_argument("--without", default="", help="rules to make programs without, by name")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--backends", default="rewrite,torchscript,onednn", help="of rewrite, torchscript, onednn, inductor")
     parser.add_argument("--inductor-every", type=int, default=0, help="add inductor for each n-th program; 0: never")
@@ -38,7 +39,7 @@ def one(options: argparse.Namespace) -> int:
     from .grammar import generate
     from .shrink import shrink
 
-    program = generate(options.seed)
+    program = generate(options.seed, options.without.split(","))
     print(program.script())
     if options.show:
         return 0
@@ -61,6 +62,7 @@ def many(options: argparse.Namespace) -> int:
     from .shrink import shrink
 
     backends = options.backends.split(",")
+    without = options.without.split(",")
     started, outcomes = time.monotonic(), list[Outcome]()
 
     def chosen(seed: int) -> list[str]:
@@ -78,7 +80,7 @@ def many(options: argparse.Namespace) -> int:
 
     seeds = range(options.start_seed, options.start_seed + options.programs)
     deadline = None if options.minutes is None else started + 60 * options.minutes
-    run_many(seeds, chosen, options.workers, deadline, report)
+    run_many(seeds, chosen, options.workers, deadline, report, without)
 
     refused, failed = Counter[str](), defaultdict[str, list[Outcome]](list)
     for outcome in outcomes:
@@ -99,7 +101,7 @@ def many(options: argparse.Namespace) -> int:
         for signature, group in failed.items():
             for outcome in group[: options.shrink]:
                 finding = next(f for f in outcome.findings if f.signature == signature)
-                made = shrink(generate(outcome.seed), finding, worker)
+                made = shrink(generate(outcome.seed, without), finding, worker)
                 if made is None:
                     print(f"\n---- {signature}, seed {outcome.seed}: not alone (after {outcome.before} others)")
                     continue

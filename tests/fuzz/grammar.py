@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -765,17 +766,17 @@ def _result(d: Draft) -> str:
     )  # fmt: skip
 
 
-def generate(seed: int) -> Program:
-    """The program of a seed: always the same."""
+def generate(seed: int, without: Collection[str] = ()) -> Program:
+    """The program of a seed: always the same, for the same rules left out."""
     rng = random.Random(seed)
     while True:
         try:
-            return _attempt(seed, rng)
+            return _attempt(seed, rng, without)
         except (Unusable, RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             continue
 
 
-def _attempt(seed: int, rng: random.Random) -> Program:
+def _attempt(seed: int, rng: random.Random, without: Collection[str]) -> Program:
     torch.manual_seed(seed)
     d = Draft(seed, rng)
     kind = rng.choices(("image", "signal", "volume", "tokens", "vector", "ids"), (9, 4, 3, 5, 3, 1))[0]
@@ -795,7 +796,7 @@ def _attempt(seed: int, rng: random.Random) -> Program:
     for _ in range(60):
         if len(d.statements) >= wanted:
             break
-        d.apply(rule.draw(rng))
+        d.apply(rule.draw(rng, without))
     if d.chance(0.5):
         d.apply(rng.choice((linear, conv2d, conv1d, conv_like_its_input)))
     if not d.statements:

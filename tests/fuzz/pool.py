@@ -56,9 +56,13 @@ class Worker:
         backends: which backends each program goes through.
         timeout: seconds after which a program hangs.
         recycle: programs after which the process is replaced.
+        without: rules that programs of seeds are made without.
     """
 
-    def __init__(self, backends: Sequence[str], timeout: float = 120.0, recycle: int = 400) -> None:
+    def __init__(
+        self, backends: Sequence[str], timeout: float = 120.0, recycle: int = 400, without: Sequence[str] = ()
+    ) -> None:
+        self.without = list(without)
         self.backends, self.timeout, self.recycle = list(backends), timeout, recycle
         self.process: subprocess.Popen | None = None
         self.ran = 0
@@ -70,7 +74,7 @@ class Worker:
             self.close()
             self._start()
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-        request: dict[str, Any] = {"backends": list(backends or self.backends)}
+        request: dict[str, Any] = {"backends": list(backends or self.backends), "without": self.without}
         request["program"] = program if isinstance(program, int) else as_json(program)
         self.ran += 1
         outcome = Outcome(seed, before=self.ran - 1)
@@ -164,7 +168,7 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         wanted = request["program"]
-        program = generate(wanted) if isinstance(wanted, int) else from_json(wanted)
+        program = generate(wanted, request["without"]) if isinstance(wanted, int) else from_json(wanted)
         run = Run(program, request["backends"], lambda stage: say({"stage": stage}))
         run.run()
         say({"findings": [asdict(finding) for finding in run.findings], "seconds": run.seconds})
@@ -176,12 +180,13 @@ def run_many(
     workers: int,
     deadline: float | None,
     report: Callable[[Outcome], None],
+    without: Sequence[str] = (),
 ) -> None:
     """Run the programs of ``seeds`` until they end or ``deadline`` (of ``time.monotonic``) has passed."""
     left, lock = iter(seeds), threading.Lock()
 
     def work() -> None:
-        worker = Worker(())
+        worker = Worker((), without=without)
         try:
             while deadline is None or time.monotonic() < deadline:
                 with lock:

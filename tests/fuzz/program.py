@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from textwrap import indent
 from typing import Any
@@ -353,5 +353,6 @@ class Rules:
 
         return add
 
-    def draw(self, rng: random.Random) -> Callable[[Draft], Any]:
-        return rng.choices(self.rules, self.weights)[0]
+    def draw(self, rng: random.Random, without: Collection[str] = ()) -> Callable[[Draft], Any]:
+        weights = [0.0 if r.__name__ in without else w for r, w in zip(self.rules, self.weights, strict=True)]
+        return rng.choices(self.rules, weights)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import itertools
 import threading
@@ -30,6 +31,7 @@ from .handles import (
     Binary,
     Desc,
     Eltwise,
+    Implementation,
     Memory,
     PostOp,
     Primitive,
@@ -43,9 +45,9 @@ from .handles import (
 from .library import Unimplemented, library
 
 __all__ = [
-    "DTYPES", "Alg", "Arg", "Attributes", "Binary", "Desc", "Disproved", "Eltwise", "Memory", "PostOp", "Primitive",
-    "Spec", "Sum", "arguments", "binary", "concat", "convolution", "dims", "eltwise", "execute", "layer_norm", "matmul",
-    "pooling", "reorder", "replacements", "resampling", "row_major", "softmax",
+    "DTYPES", "Alg", "Arg", "Attributes", "Binary", "Desc", "Disproved", "Eltwise", "Implementation", "Memory",
+    "PostOp", "Primitive", "Spec", "Sum", "arguments", "binary", "concat", "convolution", "dims", "eltwise", "execute",
+    "layer_norm", "matmul", "pooling", "reorder", "replacements", "resampling", "row_major", "softmax",
 ]  # fmt: skip
 
 _INFERENCE = 96
@@ -70,7 +72,6 @@ class _Shared:
         self.alive: weakref.WeakValueDictionary[Hashable, Primitive] = weakref.WeakValueDictionary()
         self.newest: OrderedDict[Hashable, Primitive] = OrderedDict()
         self.failed: dict[Hashable, tuple[Failure, ...]] = {}
-        self.leaks = itertools.count()
         self.leaked = 0
         self.heard = threading.local()
 
@@ -90,6 +91,9 @@ class _Shared:
         if len(self.newest) > _KEPT:
             self.newest.popitem(last=False)
         return primitive
+
+    def count_leak(self) -> None:
+        self.leaked += 1
 
     def clear(self) -> None:
         with self.lock:
@@ -137,40 +141,57 @@ def _tell(failures: Sequence[Failure]) -> None:
 
 
 def _proved(spec: Spec, args: Sequence[Any], key: Hashable) -> Primitive:
+    """The first implementation that is right; of these, one that does not leak once too many have."""
     failures: list[Failure] = []
-    stand_in, found = "other primitives, or torch", None
-    spared: Primitive | None = None
-    for number in itertools.count():
-        try:
-            primitive = Primitive(spec, args, number)
-            if primitive.is_reference and spec.work > _BEARABLE:
-                raise Unimplemented(f"oneDNN has only {primitive.implementation} for it")
-        except Unimplemented:
-            if not failures and spared is None:
-                raise
-            break
+    for primitive in _candidates(spec, args):
         problem = _problem(primitive, key)
-        if problem:
-            failures.append(Failure(f"onednn {spec.kind} {primitive.implementation}", str(spec), problem))
-        elif _leaks(primitive) and _shared.leaked >= _LEAKS and spared is None:
-            spared = primitive
-        elif spared is None or not primitive.is_reference:
-            found = primitive
+        if not problem:
             break
-    found = found or spared
-    if found is not None:
-        stand_in = f"onednn {found.spec.kind} {found.implementation}"
-    known = tuple(Failure(f.kernel, f.geometry, f.problem, stand_in) for f in failures)
+        failures.append(Failure(f"onednn {spec.kind} {primitive.implementation}", str(spec), problem))
+    else:
+        primitive = None
+    stand_in = f"onednn {spec.kind} {primitive.implementation}" if primitive else "other primitives, or torch"
+    known = tuple(dataclasses.replace(failure, stand_in=stand_in) for failure in failures)
     for failure in known:
         selfcheck.note_failure(failure)
     if known:
         _shared.failed[key] = known
-    if found is None:
+    if primitive is None:
         _tell(known)
         raise Disproved(f"no kernel is right on this CPU: {failures[0].kernel}: {failures[0].problem}")
-    if _leaks(found):
-        weakref.finalize(found, _count_leak).atexit = False
-    return found
+    if _leaks(spec, primitive.implementation):
+        weakref.finalize(primitive, _shared.count_leak).atexit = False
+    return primitive
+
+
+def _candidates(spec: Spec, args: Sequence[Any]) -> Iterator[Primitive]:
+    """Implementations in the order in which to take them, each compiled when its turn comes.
+
+    Raises:
+        Unimplemented: there is none at all.
+    """
+    leaking: list[Implementation] = []
+    references: list[Implementation] = []
+    others = 0
+    for number in itertools.count():
+        try:
+            chosen = Implementation(spec, args, number)
+        except Unimplemented:
+            if not number:
+                raise
+            break
+        if _leaks(spec, chosen.name) and _shared.leaked >= _LEAKS:
+            leaking.append(chosen)
+        elif chosen.is_reference:
+            references.append(chosen)
+        else:
+            others += 1
+            yield Primitive(spec, chosen)
+    if references and spec.work > _BEARABLE:
+        if not others and not leaking:
+            raise Unimplemented(f"oneDNN has only {references[0].name} for it")
+        references = []
+    yield from (Primitive(spec, chosen) for chosen in (*leaking, *references))
 
 
 def _problem(primitive: Primitive, key: Hashable) -> str:
@@ -185,14 +206,23 @@ def _plain_reorder(source: Desc, result: Desc) -> Primitive:
     return reorder(source, result, Attributes())
 
 
-def _leaks(primitive: Primitive) -> bool:
-    """Whether the library (3.2 at least) keeps 10 to 40 KB of the primitive for ever."""
-    ops = primitive.spec.attributes.post_ops
-    return primitive.implementation.startswith("brgconv") and any(isinstance(op, (Sum, Eltwise)) for op in ops)
+def _leaks(spec: Spec, implementation: str) -> bool:
+    """Whether the library (3.2 at least) keeps 10 to 40 KB of each such primitive for ever."""
+    return implementation.startswith("brgconv") and any(
+        isinstance(op, (Sum, Eltwise)) for op in spec.attributes.post_ops
+    )
 
 
-def _count_leak() -> None:
-    _shared.leaked += 1
+def _settled(desc: Desc) -> Desc:
+    """An image of one pixel, if its channels lie together, as channels last.
+
+    By its strides it could as well be contiguous, and the kernel of 3.2 takes it for both at once: its operation for
+    one, the operations behind it for the other.
+    """
+    shape, strides = desc.shape or (), desc.strides or ()
+    if len(strides) < 3 or max(shape[2:]) > 1 or strides[1] != 1 or strides[0] < shape[1]:
+        return desc
+    return Desc.strided(shape, desc.dtype or torch.float32, (*strides[:2], *[shape[1]] * (len(shape) - 2)))
 
 
 # By kind
@@ -237,6 +267,10 @@ def eltwise(alg: Alg, src: Desc, dst: Desc, alpha: float, beta: float, attribute
 
 
 def binary(alg: Alg, src: Desc, other: Desc, dst: Desc, attributes: Attributes) -> Primitive:
+    src, other, dst = map(_settled, (src, other, dst))
+    if any(isinstance(op, Binary) for op in attributes.post_ops):
+        ops = [Binary(op.alg, _settled(op.other)) if isinstance(op, Binary) else op for op in attributes.post_ops]
+        attributes = Attributes(attributes.scales, attributes.zero_points, ops)
     spec = Spec("binary", {Arg.SRC: src, Arg.SRC_1: other, Arg.DST: dst}, attributes, alg)
     return _made(spec, library().engine, alg, src.handle, other.handle, dst.handle)
 

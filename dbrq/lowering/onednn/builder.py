@@ -31,9 +31,10 @@ from .binding import (
     reorder,
     row_major,
 )  # fmt: skip
+from .graphs import has_strides
 from .layouts import in_order, is_dense, same_layout
 from .plans import Plan, place_buffers
-from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
+from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value, plainly
 
 
 class Unsupported(Exception):
@@ -58,7 +59,7 @@ class PackedWeights:
         for place in self.known(key):
             if place.desc == wanted:
                 return place
-        tensor = make()
+        tensor = plainly(make()).contiguous()  # the layout from which trials of the kernels that read it bring theirs
         packed = torch.zeros(max(wanted.size, 1), dtype=torch.uint8)
         source = Desc.strided(tensor.shape, tensor.dtype, tensor.stride())
         execute(
@@ -142,6 +143,9 @@ class Builder:
 
     def _wrapped(self, tensor: Tensor, kind: Kind) -> Value:
         """A value for a tensor with memory of its own."""
+        if not has_strides(tensor):
+            raise DynamicShapes(f"a tensor is {tensor.layout} on {tensor.device}")
+        tensor = plainly(tensor)
         buffer = Buffer(kind, tensor.untyped_storage().nbytes(), tensor, len(self.steps))
         if kind in (Kind.INPUT, Kind.FRESH):
             self._passing.append(buffer)
@@ -290,20 +294,22 @@ class Builder:
         if watch and dynamic:
             raise DynamicShapes(dynamic)
         fixed = all(v.buffer.kind is Kind.CONSTANT for v in values) and not (writes or random or self.apart)
-        fresh: list[tuple[int, Buffer, tuple[int, ...]]] = []
+        fresh: list[tuple[int, Value]] = []
         numbers = iter(range(10**9))
 
         def value(leaf: Any) -> Any:
             number = next(numbers)
             if not isinstance(leaf, Tensor):
                 return leaf
-            seen = self._seen(leaf, values)
+            if has_strides(leaf):
+                leaf = plainly(leaf)
+            seen = self._seen(leaf, values) if has_strides(leaf) else None
             if seen is not None:
                 return seen
             made = self._wrapped(leaf, Kind.CONSTANT if fixed else Kind.FRESH)
             if not fixed:
                 made.buffer.first = len(self.steps)
-                fresh.append((number, made.buffer, tuple(leaf.shape)))
+                fresh.append((number, made))
             return made
 
         wrapped = tree_map(value, result)
@@ -359,7 +365,7 @@ class Builder:
     def input(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if not has_strides(tensor):
             raise KernelInputError(
                 "the onednn backend takes dense tensors on the CPU", got=f"{tensor.layout} on {tensor.device}",
                 hint="move the input with .cpu() or .to_dense()",

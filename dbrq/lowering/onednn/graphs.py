@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ...graph import leaves
@@ -64,7 +65,7 @@ def known_dynamic(graph: fx.Graph) -> frozenset[str]:
 def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any],
                   inputs: Mapping[fx.Node, Any]) -> frozenset[str]:  # fmt: skip
     """Names of the nodes whose results depend on more than shapes, seen in one run; and of those that compute with
-    numbers from them.
+    numbers from them, or with tensors that have no strides.
 
     Args:
         run: executes a node, given the results so far.
@@ -77,9 +78,18 @@ def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]
         with Watching() as watched:
             results[node] = run(node, results)
         by_number = any(n in found and not _holds_tensors(results[n]) for n in node.all_input_nodes)
-        if watched.dynamic or by_number:
+        if watched.dynamic or by_number or not all(_fit_in_plans(results[n]) for n in (node, *node.all_input_nodes)):
             found.add(node)
     return frozenset(node.name for node in found)
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """Whether a tensor is plain memory on the CPU, which is all that plans know."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _fit_in_plans(value: Any) -> bool:
+    return all(has_strides(leaf) for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _holds_tensors(value: Any) -> bool:

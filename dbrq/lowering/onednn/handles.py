@@ -164,7 +164,7 @@ class Desc(Handle):
 
     @property
     def key(self) -> tuple:
-        """Equal for equal descriptors only; strides of axes of size 1 count, unlike for ``==``: kernels look at them."""
+        """Equal for equal descriptors only. Strides of axes of size 1 count, unlike for ``==``: kernels see them."""
         if self._key is None:
             layout = _layouts.number(self) if self.strides is None else self.strides
             self._key = (self.shape, self.dtype, layout)
@@ -364,27 +364,47 @@ def _text(desc: Desc) -> str:
     return f"{desc.shape} {str(desc.dtype).removeprefix('torch.')}{layout}"
 
 
-class _PrimitiveDesc(Handle):
-    """An implementation that was chosen: the library's number ``number`` of those that compute what is asked for."""
+class Implementation(Handle):
+    """One of the kernels that the library has for what is asked for; not compiled yet.
 
-    __slots__ = ()
+    Attributes:
+        name: oneDNN's.
+
+    Args:
+        args: of the C function that creates its descriptor, but for the attributes.
+        number: 0 for the one that the library prefers.
+
+    Raises:
+        Unimplemented: there are not so many.
+    """
+
+    __slots__ = ("name",)
     _DESTROY = "primitive_desc_destroy"
 
-    def __init__(self, kind: str, args: Sequence[Any], number: int) -> None:
-        self._create(f"{kind}_primitive_desc_create", *args)
+    def __init__(self, spec: Spec, args: Sequence[Any], number: int = 0) -> None:
+        lib = library()
+        self._create(f"{spec.kind}_primitive_desc_create", *args, spec.attributes.handle)
         try:
             for _ in range(number):
-                library().call("primitive_desc_next_impl", self.handle)
+                lib.call("primitive_desc_next_impl", self.handle)
         except OneDNNError as error:
             raise Unimplemented(f"oneDNN has {number} implementations of it at most") from error
+        text = c_char_p()
+        lib.call("primitive_desc_query", self.handle, _IMPLEMENTATION, 0, byref(text))
+        self.name = (text.value or b"").decode()
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is oneDNN's slow stand-in for what no kernel was written for."""
+        return self.name.startswith("ref") or ":ref" in self.name
 
 
 class _Compiled(Handle):
     __slots__ = ()
     _DESTROY = "primitive_destroy"
 
-    def __init__(self, desc: _PrimitiveDesc) -> None:
-        self._create("primitive_create", desc.handle)
+    def __init__(self, chosen: Implementation) -> None:
+        self._create("primitive_create", chosen.handle)
 
 
 class Primitive:
@@ -393,24 +413,13 @@ class Primitive:
     Attributes:
         implementation: oneDNN's name of the kernel.
         scratchpad: what it needs beside its arguments, in bytes.
-
-    Args:
-        args: of the C function that creates its descriptor, but for the attributes.
-        number: the implementation: 0 for the one that the library prefers.
-
-    Raises:
-        Unimplemented: there are no more implementations.
     """
 
-    def __init__(self, spec: Spec, args: Sequence[Any], number: int = 0) -> None:
+    def __init__(self, spec: Spec, chosen: Implementation) -> None:
         lib = library()
-        self.spec = spec
-        self._desc = _PrimitiveDesc(spec.kind, (*args, spec.attributes.handle), number)
-        self._compiled = _Compiled(self._desc)
-        text = c_char_p()
-        lib.call("primitive_desc_query", self._desc.handle, _IMPLEMENTATION, 0, byref(text))
-        self.implementation = (text.value or b"").decode()
-        found = lib.call("primitive_desc_query_md", self._desc.handle, _SCRATCHPAD_MD, 0)
+        self.spec, self._chosen, self.implementation = spec, chosen, chosen.name
+        self._compiled = _Compiled(chosen)
+        found = lib.call("primitive_desc_query_md", chosen.handle, _SCRATCHPAD_MD, 0)
         self.scratchpad: int = lib.call("memory_desc_get_size", found)
 
     @property
@@ -424,13 +433,12 @@ class Primitive:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is oneDNN's slow stand-in for what no kernel was written for."""
-        return self.implementation.startswith("ref") or ":ref" in self.implementation
+        return self._chosen.is_reference
 
     def layout(self, arg: int, shape: Sequence[int], dtype: torch.dtype) -> Desc:
         """The layout it chose for an argument."""
         lib = library()
-        found = lib.call("primitive_desc_query_md", self._desc.handle, _EXEC_ARG_MD, int(arg))
+        found = lib.call("primitive_desc_query_md", self._chosen.handle, _EXEC_ARG_MD, int(arg))
         if not found or not lib.call("memory_desc_get_size", c_void_p(found)):
             raise OneDNNError(f"{self.kind} has no argument {arg}")
         return Desc.copied(c_void_p(found), shape, dtype)

@@ -160,8 +160,8 @@ class Library:
         #: Untyped, for arguments that are ctypes objects already: half a microsecond less each.
         self.execute = self.dll["dnnl_primitive_execute"]
         self.set_handle = self._functions["memory_set_data_handle"]
-        # Its own cache takes layouts that differ in strides of axes of size 1 for equal, and hands out a kernel made for
-        # the other one. binding.py keeps primitives instead.
+        # Its own cache takes layouts that differ in strides of axes of size 1 for equal, and hands out the kernel made
+        # for the other one. binding.py keeps primitives instead.
         self.call("set_primitive_cache_capacity", 0)
         self.engine = self.make("engine_create", _CPU, 0)
         self.stream = self.make("stream_create", self.engine, 1)

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...errors import OneDNNError
 from ...graph import leaves, remove_dead, walk
+from ...located import at
 from ...op_facts import Memory, facts_of
+from ...selfcheck import Failure
 from ...watch import random_state_kept
 from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
 from ..data import from_data
@@ -23,6 +26,7 @@ from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..model import LoweredModel, without_code
 from ..shared import add_masks_once, free_of_strides
 from . import mapping
+from .binding import replacements
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
 from .graphs import Segment, dynamic_nodes, known_dynamic, segments_of
@@ -53,6 +57,7 @@ class OneDNNModel(LoweredModel):
         self._packed = PackedWeights()
         self._plans: OrderedDict[tuple, Runner] = OrderedDict()
         self._unfit: dict[str, str] = {}
+        self._replaced: dict[str, tuple[Failure, ...]] = {}
         self.lowering = Lowering(fx.GraphModule(without_code(self), from_data(self._data)), self.dtype)
         mapped(self.lowering)
         self._tensors: dict[str, Any] = {
@@ -148,6 +153,7 @@ class OneDNNModel(LoweredModel):
 
     def _one(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Execute a node by torch alone."""
+        at(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "get_attr":
             return self._tensors[node.target]  # type: ignore[index]
@@ -175,7 +181,7 @@ class OneDNNModel(LoweredModel):
         with self._lock, random_state_kept():
             found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
             if found <= self._dynamic:
-                raise RuntimeError("dbrq: an op's result depends on values in a way that no plan can follow")
+                raise OneDNNError("an op's result depends on values in a way that no plan can follow")
             self._cut(found | self._dynamic)
         self._restore(kept)
 
@@ -203,11 +209,15 @@ class OneDNNModel(LoweredModel):
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
                last: Mapping[fx.Node, list[fx.Node]], apart: bool = False) -> None:  # fmt: skip
         for node in nodes:
+            at(node)
             ending = last.get(node, [])
             b.about_to_end([env[n] for n in ending if n in env])
             b.op = node.meta.get("op") or node.name
             b.apart = apart or node in self._apart
-            env[node] = self._traced_node(b, node, env)
+            with replacements() as failures:
+                env[node] = self._traced_node(b, node, env)
+            if failures:
+                self._replaced[b.op] = tuple(dict.fromkeys((*self._replaced.get(b.op, ()), *failures)))
             b.count(env[node])
             for n in ending:
                 b.end(env.pop(n, None))
@@ -270,6 +280,11 @@ class OneDNNModel(LoweredModel):
     def in_torch(self) -> dict[str, str]:
         """Partitions that no primitive computed for some shape that came -> why."""
         return dict(self._unfit)
+
+    @property
+    def replaced(self) -> dict[str, tuple[Failure, ...]]:
+        """Ops for which kernels were wrong on this CPU -> these kernels, and what computes in their place."""
+        return dict(self._replaced)
 
     def stages(self) -> dict[str, str]:
         """The graph after each stage, as text: what was recorded, partitions, and the steps of the newest plan."""

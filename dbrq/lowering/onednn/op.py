@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...containers import tree_leaves, tree_map
-from ...errors import RewriteError
+from ...errors import OneDNNError, RewriteError
 
 if TYPE_CHECKING:
     from .model import OneDNNModel
@@ -32,7 +32,7 @@ def _library() -> torch.library.Library:
 def _run(number: int, inputs: list[Tensor]) -> list[Tensor]:
     model = _models.get(number)
     if model is None:
-        raise RuntimeError("dbrq::run: the model is gone; keep it as long as scripted graphs call it")
+        raise OneDNNError("dbrq::run: the model is gone", hint="keep it as long as scripted graphs call it")
     return [leaf for leaf in tree_leaves(model.plain(inputs)) if isinstance(leaf, Tensor)]
 
 

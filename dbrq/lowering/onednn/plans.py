@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ...containers import tree_leaves
+from ...errors import OneDNNError
 from ...graph import leaves, walk
 from .binding import Memory, arguments
+from .layouts import same_layout
 from .library import failure, library
-from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value
+from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value, plainly
 
 _ALIGNMENT = 64
 
@@ -181,8 +183,8 @@ class Instance:
 
     def _calls(self, step: TorchStep) -> Callable[[], None]:
         function, args, kwargs = step.function, self._resolved(step.args), self._resolved(step.kwargs)
-        results = [(i, self._slot(buffer), buffer, shape) for i, buffer, shape in step.results]
-        tensors, moving, op = self.tensors, self._moving, step.op
+        results = [(i, self._slot(v.buffer), v.buffer, _as_planned(v, step.op)) for i, v in step.results]
+        tensors, moving = self.tensors, self._moving
         set_handle = library().set_handle
 
         def call() -> None:
@@ -190,14 +192,8 @@ class Instance:
             if not results:
                 return
             found = (result,) if isinstance(result, Tensor) else list(tree_leaves(result))
-            for i, slot, buffer, shape in results:
-                tensor = found[i]
-                if tensor.shape != shape:
-                    raise RuntimeError(
-                        f"dbrq: {op} gave a tensor {tuple(tensor.shape)} where it gave {shape} for inputs of the same "
-                        "shapes; please report this"
-                    )
-                tensors[slot] = tensor
+            for i, slot, buffer, planned in results:
+                tensors[slot] = tensor = planned(found[i])
                 if pairs := moving.get(buffer):
                     address = tensor.data_ptr()
                     for handle, offset in pairs:
@@ -223,7 +219,7 @@ class Instance:
         for tensor, taken in zip(inputs, self._inputs, strict=True):
             if taken is not None:
                 slot, pointers = taken
-                tensors[slot] = tensor
+                tensors[slot] = tensor = plainly(tensor)
                 if pointers:
                     address = tensor.data_ptr()
                     for handle, offset in pointers:
@@ -260,6 +256,31 @@ class Instance:
                 single()
                 best[i] = min(best[i], (time.perf_counter() - start) * 1e6)
         return best
+
+
+def _as_planned(value: Value, op: str) -> Callable[[Any], Tensor]:
+    """What brings a result of torch's into the layout that the plan was made for.
+
+    torch may choose another one than when it was traced: composite ops look whether a mode is active.
+    """
+    shape, strides, dtype = value.shape, value.strides, value.dtype
+
+    def planned(tensor: Any) -> Tensor:
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype is not dtype:
+            raise OneDNNError(
+                "a call of torch gave something else than it gave before for inputs of the same shapes", op=op,
+                expected=f"{shape} {dtype}", got=f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor)
+                else type(tensor).__name__, hint="please report this",
+            )  # fmt: skip
+        tensor = plainly(tensor)
+        if tensor.stride() == strides or same_layout(shape, tensor.stride(), strides):
+            return tensor
+        once = [1 if s == 0 else n for s, n in zip(strides, shape, strict=True)]  # what is repeated, is written once
+        result = torch.empty_strided(shape, strides, dtype=dtype)
+        result.as_strided(once, strides).copy_(tensor.as_strided(once, tensor.stride(), tensor.storage_offset()))
+        return result
+
+    return planned
 
 
 class _Reads:

@@ -20,7 +20,7 @@ Tensors = Mapping[int, Tensor]
 #: Weights that are turned into float64 at a time.
 _CHUNK = 1 << 22
 #: Multiply-accumulates that are enough for one kernel.
-_ENOUGH = 1 << 24
+_ENOUGH = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _spread(sizes: Sequence[int], count: int) -> Tensor:
     for row, (i, end) in enumerate(ends):
         edges[row, i] = end
     corners = torch.tensor([[0] * len(sizes), [n - 1 for n in sizes]])
-    return torch.cat([corners, edges, random]).unique(dim=0)
+    return torch.cat([corners, edges, random])
 
 
 def sample_of(spec: Spec) -> Sample:
@@ -79,7 +79,7 @@ def sample_of(spec: Spec) -> Sample:
     if spec.kind in ("convolution_forward", "deconvolution_forward", "pooling_forward", "matmul"):
         axis = last if spec.kind == "matmul" else 1
         each = spec.work // max(math.prod(shape), 1) * shape[axis]
-        return Sample.rows_of(shape, axis, max(2, min(16, _ENOUGH // max(each, 1))))
+        return Sample.rows_of(shape, axis, max(2, min(12, _ENOUGH // max(each, 1))))
     if spec.kind == "softmax_forward":
         return Sample.rows_of(shape, spec.axis, 32)
     if spec.kind == "layer_normalization_forward":

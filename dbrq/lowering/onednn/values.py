@@ -13,6 +13,11 @@ from torch import Tensor
 from .binding import Arg, Desc, Primitive, row_major
 
 
+def plainly(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its numbers: neither their negatives nor their conjugates."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
 class Kind(enum.Enum):
     """Whose memory a buffer is."""
 
@@ -131,20 +136,20 @@ class TorchStep:
 
     Attributes:
         args, kwargs: ``Value`` stands for a tensor.
-        results: (number of the leaf in the result, its buffer, shape) of new tensors.
+        results: (number of the leaf in the result, its value) of new tensors.
     """
 
     function: Callable
     args: tuple
     kwargs: dict[str, Any]
-    results: tuple[tuple[int, Buffer, tuple[int, ...]], ...]
+    results: tuple[tuple[int, Value], ...]
     op: str
     macs = 0
 
     def described(self) -> tuple[str, str, str, tuple[int, ...]]:
         """Op, function, what it computes, and the shape of its result."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        return self.op, f"torch: {name}", name, self.results[0][2] if self.results else ()
+        return self.op, f"torch: {name}", name, self.results[0][1].shape if self.results else ()
 
 
 Step = PrimitiveStep | TorchStep

@@ -63,7 +63,8 @@ def _product(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]
     e.steps(b, p.steps, operands, fitted_to(b, shape, strides, repeats))
     e.quantize(b, p.out, by_attributes=int8)
     dst = b.new(shape, b.dtype if p.out is None else torch.uint8, strides)
-    b.run(checked(binding.matmul(a.desc, w.desc, None, dst.desc, e.attributes), macs),
+    levels = qa.quant_max if int8 and qa is not None else 255
+    b.run(checked(binding.matmul(a.desc, w.desc, None, dst.desc, e.attributes, levels), macs),
           {**e.places, Arg.SRC: a, Arg.WEIGHTS: w, Arg.DST: dst}, macs)  # fmt: skip
     drop = ndim - max(len(left.value.shape), len(right.value.shape))
     return dst.like(shape[drop:], strides[drop:])

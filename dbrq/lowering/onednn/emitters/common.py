@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,12 @@ def expressible(b: Builder, given: Any) -> Any:
     return given
 
 
+def broadcasts_to(value: Value, shape: Sequence[int]) -> bool:
+    """Whether an operand leaves a result's shape as it is. Axes along which it is repeated have their sizes."""
+    missing = len(shape) - len(value.shape)
+    return missing >= 0 and all(m in (1, n) for m, n in zip(value.shape, shape[missing:], strict=True))
+
+
 def without_repeats(value: Value) -> Value:
     """Axes along which a value is repeated, as axes of size 1."""
     if 0 not in value.strides:
@@ -91,13 +98,11 @@ def fitted_to(b: Builder, shape: tuple[int, ...], strides: tuple[int, ...], repe
     def fitted(other: Value) -> Value:
         sizes, steps = other.shape, other.strides
         missing = len(shape) - len(sizes)
-        if missing < 0:
-            raise Unsupported("the other operand has more dimensions")
+        if not broadcasts_to(other, shape):
+            raise Unsupported("the result has the other operand's shape")
         if missing:
             other = other.like((1,) * missing + sizes, (math.prod(sizes),) * missing + steps)
         other = without_repeats(other)
-        if any(m not in (1, n) for m, n in zip(other.shape, shape, strict=True)):
-            raise Unsupported("the other operand does not broadcast to the result")
         if repeats and other.shape != shape:
             small = other
             key = (small.buffer, small.offset, small.shape, small.strides, shape)

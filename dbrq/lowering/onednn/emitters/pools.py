@@ -100,13 +100,11 @@ def average_pool(b: Builder, p: Partition, arguments: list[Any], operands: list[
 def adaptive_pool(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
     given, n = arguments[0], p.row.ndim
     size = given.value.shape[2:]
-    out = [
-        s if o is None else o
-        for s, o in zip(
-            size, ints(arguments[1], n) if not isinstance(arguments[1], (list, tuple)) else arguments[1], strict=True
-        )
-    ]
-    if len(size) != n or any(s % o for s, o in zip(size, out, strict=True)):
+    if len(size) != n:
+        raise Unsupported("its input has no batch")
+    wanted = arguments[1] if isinstance(arguments[1], (list, tuple)) else ints(arguments[1], n)
+    out = [s if o is None else o for s, o in zip(size, wanted, strict=True)]
+    if not all(out) or any(s % o for s, o in zip(size, out, strict=True)):
         raise Unsupported("its windows differ in size")
     kernel = [s // o for s, o in zip(size, out, strict=True)]
     return _float_ended(b, p, lambda q: _pool(b, q, given, Alg.POOLING_AVG_EXCLUDE_PADDING, kernel, kernel, [0] * n,
@@ -116,7 +114,7 @@ def adaptive_pool(b: Builder, p: Partition, arguments: list[Any], operands: list
 def mean(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
     given, axes, keep, dtype = arguments[:4]
     ndim = len(given.value.shape)
-    axes = sorted(a % ndim for a in ([axes] if isinstance(axes, int) else axes or []))
+    axes = sorted(a % max(ndim, 1) for a in ([axes] if isinstance(axes, int) else axes or []))
     if dtype not in (None, torch.float32) or ndim < 3 or axes != list(range(2, ndim)):
         raise Unsupported("it is no mean over an image")
     kernel, n = list(given.value.shape[2:]), ndim - 2

@@ -22,6 +22,7 @@ from ..partitions import BatchNorm, Partition, Weight, With
 from ..values import Place, Value
 from .common import (
     as_model_float,
+    broadcasts_to,
     checked,
     fitted_to,
     laid_out,
@@ -61,6 +62,11 @@ class _Parameters:
     @property
     def dtype(self) -> torch.dtype:
         return torch.int8 if self.int8 else self.b.dtype
+
+    @property
+    def levels(self) -> int:
+        """The highest number that the input holds, if it is uint8."""
+        return 255 if self.qparams is None else self.qparams.quant_max
 
     def weight(self) -> Tensor:
         """As torch lays it out."""
@@ -152,7 +158,7 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
             if padded:
                 e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)  # type: ignore[union-attr]
         return checked(binding.convolution(src.desc, weights, _desc(bias), dst.desc, stride, left, dilation,
-                                            e.attributes, right), macs)  # fmt: skip
+                                            e.attributes, right, levels=parameters.levels), macs)  # fmt: skip
 
     result = _with_weights(
         b, p, operands, value, parameters, make, out_shape, channels_last(out_shape), not padded, macs,
@@ -278,9 +284,13 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     def make(e: Epilogue, src: Value, dst: Value, bias: Value | None, weights: Desc) -> Primitive:
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 2)
-        return checked(binding.matmul(src.desc, weights, _desc(bias), dst.desc, e.attributes), macs)
+        return checked(
+            binding.matmul(src.desc, weights, _desc(bias), dst.desc, e.attributes, levels=parameters.levels), macs
+        )
 
     def fitted(other: Value) -> Value:
+        if not broadcasts_to(other, full):
+            raise Unsupported("the result has the other operand's shape")
         other = without_repeats(other)
         if math.prod(other.shape) == (other.shape[-1] if other.shape else 1) and other.numel in (1, width):
             return other.like((1, other.numel), (other.numel, 1))
