@@ -174,7 +174,7 @@ class InductorModel(LoweredModel):
             return env[node]
 
         for node in self._checks:
-            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
+            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):
                 got = type(given).__name__
                 raise KernelInputError(f"input {node.args[1]} must be a tensor, as in the graph's example", got=got)
             try:
@@ -554,6 +554,7 @@ def _convolutions(graph: fx.Graph) -> list[_Convolution]:
     found = []
     x: Any
     weight: Any
+    rest: Any
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
         x, weight, *rest = node.args
         if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):
