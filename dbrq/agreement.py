@@ -432,7 +432,7 @@ class Reference(fx.Interpreter):
             problem = _local_difference(node, value, other)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))
-            return other
+            return value.copy_(other) if self.writes else other  # what is written to may have other names
 
         self.call(trial, forced)
         return found[0] if found else None
