@@ -382,7 +382,7 @@ class Reference(fx.Interpreter):
         self.writes = any(map(writes, nodes.nodes))
         self._weights: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, tuple[Tensor, int]] = {}  # path -> a copy, and its version before it was written to
         self.changed: set[str] = set()  # paths of the tensors that calls wrote to
         self._nudge: torch.Generator | None = None
         self._forced: Callable[[fx.Node, Any], Any] | None = None
@@ -433,7 +433,7 @@ class Reference(fx.Interpreter):
             problem = _local_difference(node, value, other)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))
-            return other
+            return value.copy_(other) if self.writes else other  # what is written to may have other names
 
         self.call(trial, forced)
         return found[0] if found else None
@@ -459,7 +459,7 @@ class Reference(fx.Interpreter):
         finally:
             self._forced = None
         output = _mutable(plain) if self.returned is None else self.returned(plain)
-        changed = {name: held for name, held in self._held.items() if held._version}
+        changed = {name: held for name, (held, version) in self._held.items() if held._version != version}
         self.changed |= set(changed)
         self._held = {}
         return outcome(output, inputs if self.writes else None, changed)
@@ -468,7 +468,10 @@ class Reference(fx.Interpreter):
         value = super().fetch_attr(target)
         if not self.writes or not isinstance(value, Tensor) or value.dtype is torch.int8:
             return value
-        return self._held.setdefault(target, value.clone())
+        if target not in self._held:
+            held = value.clone()
+            self._held[target] = held, held._version
+        return self._held[target][0]
 
     def run_node(self, node: fx.Node) -> Any:
         if node in self._weights:

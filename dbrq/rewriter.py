@@ -226,7 +226,7 @@ def _held(model: nn.Module) -> list[tuple]:
 def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
     """Put a copy of an op's value with those that it had in this run."""
     if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             values.setdefault(op.path, []).append(plain(value).detach().clone())
 
 
