@@ -52,12 +52,12 @@ __all__ = [
 
 _INFERENCE = 96
 _LAYER_NORM_FLAGS = {(False, False): 0, (True, False): 2, (False, True): 4, (True, True): 6}
-#: Primitives kept for those that ask again; as many as the library's own cache keeps.
-_KEPT = 1024
+#: Primitives kept for those that ask again: 20 to 100 MB.
+_KEPT = 512
 #: Multiply-accumulates that a reference kernel may take, on trial or later: about a tenth of a second's.
 _BEARABLE = 1 << 22
-#: Leaking primitives that are destroyed before others are preferred: 5 to 10 MB.
-_LEAKS = 256
+#: Leaking primitives that are destroyed before others are preferred. Those kept by then will follow: 15 MB in all.
+_LEAKS = 64
 
 
 class Disproved(Unimplemented):
