@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def _on_torchscript(recording: Recording, quantized: nn.Module, dtype: torch.dty
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
-    test.define(scripted)
+    with _without_fusion():
+        test.define(scripted)
     return scripted
 
 
@@ -156,18 +158,22 @@ def _on_inductor(
 
 
 def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
-    """Run the example, so that TorchScript settles its plan now.
+    """Run the example, so that TorchScript settles its plan now."""
+    with _without_fusion(), torch.no_grad():
+        for _ in range(3):
+            scripted(*copy.deepcopy(inputs))
 
-    Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
+
+@contextlib.contextmanager
+def _without_fusion() -> Iterator[None]:
+    """Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
     ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md).
     """
     fuses = torch.jit.onednn_fusion_enabled()
     if fuses:
         torch.jit.enable_onednn_fusion(False)
     try:
-        with torch.no_grad():
-            for _ in range(3):
-                scripted(*copy.deepcopy(inputs))
+        yield
     finally:
         if fuses:
             torch.jit.enable_onednn_fusion(True)
