@@ -286,10 +286,11 @@ def free_of_strides(lowering: Lowering) -> None:
     for node in list(graph.nodes):
         if not mutable:
             node.target = _OF_ANY_LAYOUT.get(node.target, node.target) if node.op == "call_method" else node.target
-        elif _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
-            if readers := [user for user in node.users if not _made_by_kernels(user)]:
-                with graph.inserting_after(node):
-                    _read_contiguous(graph, node, readers)
+            continue
+        readers = [user for user in node.users if not _made_by_kernels(user)]
+        if readers and _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
+            with graph.inserting_after(node):
+                _read_contiguous(graph, node, readers)
     for node in list(graph.nodes):
         if node.op == "output" or (called(node) in _SEE_STRIDES and not mutable):
             for read in node.all_input_nodes:
