@@ -333,9 +333,12 @@ class FusedPlan(Plan):
     def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
         """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
         stage, plan = x.stage + 1, fused.plan
+        shape = x.size_
+        if fused.other is not None and fused.other[0].shape != shape:  # an add that broadcasts
+            shape = torch.broadcast_shapes(shape, fused.other[0].shape)
         if stage < len(plan.steps):
             if not inplace:
-                return Int8Tensor.under_way(x.size_, fused, stage)
+                return Int8Tensor.under_way(shape, fused, stage)
             x.deferred, x.stage = fused, stage
             return x
         if self.out is None or fused.unsure:
@@ -347,7 +350,7 @@ class FusedPlan(Plan):
         with _disabled():
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
         if not inplace:
-            return Int8Tensor(x.size_, data, self.out, self.tag)
+            return Int8Tensor(shape, data, self.out, self.tag)
         x.data_u8, x.qparams, x.tag, x.deferred = data, self.out, self.tag, None
         return x
 

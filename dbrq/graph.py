@@ -133,8 +133,9 @@ class GraphRecorder:
         ]
         self._bases = _shared_memory(value for _, _, value in self._originals)
         for _, _, value in self._originals:
-            if self._names[id(value)] in state:
-                self._varying.add(memory_of(value))
+            if self._names[id(value)] in state and (memory := memory_of(value)) is not None:
+                self._state.add(memory)
+                self._varying.add(memory)
 
     # What is known
 
@@ -185,8 +186,9 @@ class GraphRecorder:
             place = tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
             return self.bind(tensor, self._part_of(base, *place), static=True).node
         name = self._names.get(id(tensor)) or self._fresh("constant")
-        if (memory := memory_of(tensor)) is not None:
+        if (memory := memory_of(tensor)) is not None and memory not in self._state:
             self._state.add(memory)
+            self._varying.discard(memory)  # of what had this memory before
         return self.bind(tensor, self.attribute(name, tensor), static=True).node
 
     # Tensors the graph holds
@@ -364,6 +366,7 @@ class GraphRecorder:
     def _constant(self, tensor: Tensor) -> fx.Node:
         """The node of a tensor that each call makes anew, and always the same: the graph copies one that it holds."""
         self._kept.append(tensor)
+        self._varying.discard(memory_of(tensor))
         node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
         self._describe(node)
         return self.bind(tensor, node, static=True).node
@@ -613,7 +616,7 @@ class GraphRecorder:
         """Whether the elements of ``tensor`` depend on an input."""
         known = self.known(tensor)
         stranger = self._strangers.get(id(tensor))
-        if memory_of(tensor) in self._varying:
+        if (memory := memory_of(tensor)) in self._varying and (known is not None or memory in self._state):
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
 
