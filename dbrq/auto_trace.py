@@ -48,7 +48,7 @@ hook_log = logging.getLogger("dbrq.hooks")
 NOT_RUN = object()
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
-_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
