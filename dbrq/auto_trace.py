@@ -574,11 +574,11 @@ def _refuse_fake_mode(path: str) -> None:
 
 
 def _shown(leaf: Any) -> Any:
-    """A value for the user to see: plain, and no reader of a fusion under way."""
+    """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
     if isinstance(leaf, Lazy):
         fused = getattr(leaf, "deferred", None)
         leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
-    return leaf
+    return leaf.detach() if type(leaf) is Tensor else leaf
 
 
 def version_of(tensor: Tensor) -> int:
