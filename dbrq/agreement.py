@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_map
 from .graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from .graph_io import RestoringCodeGen
+from .op_facts import writes
 
 #: A form that strays no further than this from the reference, relative to its values, agrees at once: root mean square
 #: of a whole leaf, of a slice of one, and the largest of a slice.
@@ -378,7 +379,7 @@ class Reference(fx.Interpreter):
         super().__init__(fx.GraphModule(graph, nodes))
         self.extra_traceback = False
         self.dtype = dtype
-        self.writes = any(node.meta.get("writes") for node in nodes.nodes)
+        self.writes = any(map(writes, nodes.nodes))
         self._weights: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
         self._held: dict[str, Tensor] = {}
@@ -488,7 +489,7 @@ class Reference(fx.Interpreter):
         """
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16) or not value.numel():
             return value
-        if node.target is DEQUANTIZE or node.meta.get("writes") or self._is_view(node, value):
+        if node.target is DEQUANTIZE or writes(node) or self._is_view(node, value):
             return value
         reader = next((user for user in node.users if user.target is QUANTIZE), None)
         finite = value.isfinite()

@@ -364,7 +364,8 @@ class FusedPlan(Plan):
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
         value, tag = plain(x), call.tag_of(x)
-        self.require_float32(value)
+        if value.dim():
+            self.require_float32(value)
         if not self.expects(tag):
             if tag != UNSURE:
                 self.unrecorded(tag)

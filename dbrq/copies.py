@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +26,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .attachment import extend, original
-from .errors import ConfigurationError
+from .errors import ERRORS_OF_CODE, ConfigurationError
 
 _disabled = torch._C.DisableTorchFunction
 
@@ -46,7 +47,7 @@ def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     try:
         with torch.inference_mode(False):  # else the copy could never train
             return copy.deepcopy(model, memo)
-    except Exception as error:
+    except (*ERRORS_OF_CODE, copy.Error, pickle.PickleError) as error:
         raise ConfigurationError(
             f"the model cannot be deep-copied: {error}",
             expected="a module that copy.deepcopy takes",

@@ -22,7 +22,7 @@ from . import selfcheck
 from .attachment import state_of
 from .containers import call_arguments
 from .copies import uncompiled
-from .errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError
+from .errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError, is_bug
 from .kernels import has_exact_int8_dot
 from .lowering.inductor import InductorModel, check_compiler
 from .lowering.onednn import OneDNNModel
@@ -226,7 +226,7 @@ def _of_machine(machine: Mapping[str, Mapping[str, Any]]) -> list[Advice]:
     if not kernels["self_checks"]:
         advice.append(Advice("self-checks", "they are off; dbrq.set_self_check(True) turns them on"))
     if kernels["products_saturate"]:
-        to = "int8 products saturate on this CPU: quantize here, or with 7 bits (reduce_range), which cost about 2 dB"
+        to = "int8 products saturate on this CPU, so activations have 7 bits; with VNNI or AMX they would have 8"
         advice.append(Advice("bits", to))
     if not machine["libdnnl"]["found"]:
         advice.append(Advice("libdnnl", "pip install dbrq[onednn], for the fastest backend"))
@@ -262,7 +262,9 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
             if isinstance(tried, OneDNNModel):
                 facts["in_torch"] = tried.in_torch
                 facts["reference_kernels"] = _references(tried, args, kwargs)
-    except ERRORS_OF_CODE as error:  # whatever the user's code raises
+    except ERRORS_OF_CODE as error:  # of the user's code, and what says that it cannot be quantized
+        if is_bug(error):
+            raise
         facts["problem"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return facts
 
@@ -309,11 +311,11 @@ def _is_tiny(row: ReportRow) -> bool:
 
 
 def _bits(model: nn.Module) -> int | None:
-    """Of the activations of a converted model; None where they are not known."""
+    """Of the activations that a converted model was made with; None where they are not known."""
     state = state_of(model)
     states = [] if state is None or state.token.phase == "observe" else state.token.states.values()
-    levels = [q.quant_max - q.quant_min + 1 for state in states for q in map(state.qparams, state.slots)]
-    return max(levels).bit_length() - 1 if levels else None
+    widths = [int(width) for state in states if state.slots for width in state.quant_max - state.quant_min]
+    return max(widths).bit_length() if widths else None
 
 
 def _references(lowered: OneDNNModel, args: tuple, kwargs: dict) -> list[str]:
@@ -338,7 +340,7 @@ def _faster(facts: Mapping[str, Any], machine: Mapping[str, Mapping[str, Any]]) 
     elif backend == "torchscript" and best == "onednn":
         advice.append(Advice("backend", 'backend="onednn" calls the same kernels with less between them'))
     if (facts["bits"] or 0) > 7 and machine["kernels"]["products_saturate"]:
-        to = "activations have 8 bits, and products saturate on this CPU: results are wrong; quantize it here"
+        to = "it was made with 8 bits and computes with 7 on this CPU: quantize it here, or with reduce_range"
         advice.append(Advice("bits", to))
     for reason, share in list(facts.get("reasons", {}).items())[:5]:
         if share >= 0.01:

@@ -18,6 +18,7 @@ import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -32,6 +33,9 @@ from .watch import random_state_kept
 
 log = logging.getLogger("dbrq.lowering")
 
+#: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
+#: those of sizes that it was told are free from its own UserError, which is an Exception.
+ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
 
@@ -85,7 +89,7 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except ERRORS_OF_CODE as error:
+    except ERRORS_OF_TRACING as error:
         if is_bug(error):
             raise
         raise RewriteError(
@@ -119,7 +123,7 @@ def program_of(
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
                 return program
-        except ERRORS_OF_CODE as error:  # torch's, of sizes that it cannot keep free
+        except ERRORS_OF_TRACING as error:  # torch's, of sizes that it cannot keep free
             if is_bug(error):
                 raise
             log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)

@@ -75,7 +75,7 @@ class InsideRun(RunCall):
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
         for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
             for tensor, tag in zip(tensors, self.inside.tags_of(name, tensors), strict=True):
-                self.input_tags[id(tensor)] = tag
+                self.provenance.set_tag_of_any(tensor, tag)
 
 
 class Inputs:

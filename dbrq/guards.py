@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .attachment import extend, original
 from .containers import tree_leaves, tree_map
-from .errors import ConfigurationError, QuantizationError
+from .errors import ERRORS_OF_CODE, ConfigurationError, QuantizationError
 from .mappings import Role
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_move(fn: Callable, path: str, what: str, hint: str) -> None:
     """
     try:
         moved = fn(torch.empty(0))
-    except Exception as error:
+    except ERRORS_OF_CODE as error:
         raise ConfigurationError(
             f"{what} cannot be moved: {error}", path=path, expected="cpu and torch.float32", hint=hint
         ) from error

@@ -16,8 +16,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from .errors import ERRORS_OF_CODE, ConfigurationError, ExportError, is_bug
-from .exporting import exported
+from .errors import ConfigurationError, ExportError, is_bug
+from .exporting import ERRORS_OF_TRACING, exported
 from .quiet import quiet
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
@@ -114,7 +114,7 @@ def _translated(program: ExportedProgram, translations: dict, opset_version: int
         with torch.no_grad(), quiet(loggers=("torch.onnx", "onnxscript", "onnx_ir")):
             onnx_program = torch.onnx.export(program, dynamo=True, custom_translation_table=translations,
                                              opset_version=opset_version, verbose=False)  # fmt: skip
-    except ERRORS_OF_CODE as error:
+    except ERRORS_OF_TRACING as error:
         if is_bug(error):
             raise
         cause: BaseException = error

@@ -146,12 +146,24 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_dynamic(func, args):
             self.dynamic = str(func)
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(_written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor) and (memory := memory_of(leaf)) is not None:
                 self.written.add(memory)
         return result
+
+
+#: Arguments without which, or with 0, a random op draws nothing.
+_PROBABILITIES = ("dropout_p", "dropout", "train", "training")
+
+
+def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.name in _PROBABILITIES}
+    given = defaults | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return not any(type(given[name]) in (bool, int, float) and not given[name] for name in defaults)
 
 
 def _is_dynamic(func: OpOverload, args: Sequence[Any]) -> bool:

@@ -160,6 +160,10 @@ def _fit_cpu(model: nn.Module, path: str) -> None:
     state = state_of(model)
     if state is not None:
         state.token.warn_of_saturation()
+        states = state.token.states.values()
+        if saturates() and any(s.is_wide for s in states):
+            for s in states:  # they were lowered where 8 bits serve, as far as one can tell: the modules themselves run
+                s.parts = {}
 
 
 def _widest(model: LoweredModel) -> int:

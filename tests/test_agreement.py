@@ -155,6 +155,17 @@ def test_faults_that_one_call_does_not_show(backend, fault, monkeypatch):
         selfcheck.set_self_check(True)
 
 
+@pytest.mark.skipif(not has_compiler(), reason="no compiler")
+def test_inductor_draws_the_numbers_that_torch_draws():
+    model, x = Model(lambda m, x: m.layer(x) * torch.rand_like(x)).eval(), torch.randn(16, 8)
+    quantized = dbrq.quantize(model, [x])
+    outputs = []
+    for each in (quantized, dbrq.lower(quantized, x, backend="inductor")):
+        torch.manual_seed(5)
+        outputs.append(run(each, x))
+    assert sqnr(*outputs) > 40
+
+
 def test_a_frozen_random_draw_is_found(monkeypatch):
     model = Model(lambda m, x: m.layer(x) * torch.rand(8)).eval()
     x = torch.randn(16, 8)

@@ -493,7 +493,7 @@ def prepared(quantized: nn.Module, x: Tensor) -> Any:
 
 def test_a_faulty_convolution_leaves_other_readers_of_its_weight_in_int8():
     torch.manual_seed(0)
-    layer = nn.Conv2d(16, 16, 3, stride=(1, 3), padding=(1, 0))
+    layer = nn.Conv2d(16, 16, 3, stride=(1, 2), padding=(1, 0))
     model, x = Between(lambda y, f, x: f(y), layer, nn.Conv2d(16, 8, 1)).eval(), torch.randn(2, 16, 9, 9)
     quantized = dbrq.quantize(model, [x])
     graph = prepared(quantized, x)
@@ -504,7 +504,9 @@ def test_a_faulty_convolution_leaves_other_readers_of_its_weight_in_int8():
 def test_a_kernel_of_one_element_dilates_nothing():
     """Given to oneDNN, with padding, it reads out of bounds."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(16, 16, 1, dilation=3, padding=1), nn.Conv2d(16, 8, (1, 3), dilation=(2, 2))).eval()
+    model = nn.Sequential(
+        nn.Conv2d(16, 16, (3, 1), dilation=(1, 3), padding=(1, 0)), nn.Conv2d(16, 8, (1, 3), dilation=2)
+    ).eval()
     x = torch.randn(2, 16, 9, 9)
     quantized = dbrq.quantize(model, [x])
     graph = prepared(quantized, x)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dbrq
 from dbrq import kernels, selfcheck
-from dbrq.kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, formulations, script, trials
+from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, formulations, script, trials
 from dbrq.kernels.known_faults import FAULTS, Geometry, fault_of
 from dbrq.selfcheck import Failure, Guarded
 
@@ -195,7 +195,9 @@ def test_where_windows_fail_too_levels_are_convolved_in_float(monkeypatch):
 def test_a_max_pool_and_a_product_that_lie(monkeypatch):
     q = torch.randint(0, 256, (1, 4, 6, 6), dtype=torch.uint8)
     monkeypatch.setattr(torch.ops.quantized, "max_pool2d", lambda x, *a: torch.zeros(1, 4, 3, 3, dtype=torch.uint8))
-    assert torch.equal(kernels.max_pool(q, 2, [2, 2], [2, 2], [0, 0], [1, 1], False).float(), F.max_pool2d(q.float(), 2))
+    assert torch.equal(
+        kernels.max_pool(q, 2, [2, 2], [2, 2], [0, 0], [1, 1], False).float(), F.max_pool2d(q.float(), 2)
+    )
     op = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b, out: op(a, b, out=out).add_(1))
     a, b = q[0], q[0].transpose(1, 2).contiguous()
@@ -223,7 +225,9 @@ def test_switched_off_the_kernel_is_believed(monkeypatch):
     assert not selfcheck.failures()
 
 
-@pytest.mark.parametrize("post_op", [NO_POST_OP, PostOp("relu"), PostOp("hardtanh", (0.0, 6.0)), PostOp("swish")], ids=str)
+@pytest.mark.parametrize(
+    "post_op", [NO_POST_OP, PostOp("relu"), PostOp("hardtanh", (0.0, 6.0)), PostOp("swish")], ids=str
+)
 @pytest.mark.parametrize("out", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
 def test_right_kernels_pass_in_every_way(post_op, out):
     top = 255 if kernels.has_exact_int8_dot() else 127
@@ -329,7 +333,8 @@ def test_a_dilated_1x1_convolution_with_padding_does_not_crash():
     code = """
         import torch, dbrq
         from torch import nn
-        model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 64, 1, stride=(1, 2), padding=3, dilation=(1, 3)))
+        last = nn.Conv2d(8, 64, 1, stride=(1, 2), padding=3, dilation=(1, 3))
+        model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), last)
         x = torch.rand(3, 8, 1, 1)
         quantized = dbrq.quantize(model.eval(), [x], progress=False)
         for run in (quantized, dbrq.lower(quantized, x)):
@@ -347,7 +352,8 @@ def test_8_bit_values_on_a_cpu_that_saturates_are_computed_in_float(tmp_path):
         q = torch.full((4, 64), 255, dtype=torch.uint8)
         layer = kernels.PackedLinear(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
         assert (layer(q, kernels.QParams(1.0, 0)) == 255.0 * 127 * 64).all()
-        conv = kernels.PackedConv(torch.full((16, 64, 1, 1), 127, dtype=torch.int8), torch.ones(16), None, [1, 1], [0, 0], [1, 1], 1)
+        weight = torch.full((16, 64, 1, 1), 127, dtype=torch.int8)
+        conv = kernels.PackedConv(weight, torch.ones(16), None, [1, 1], [0, 0], [1, 1], 1)
         assert (conv(q.reshape(4, 64, 1, 1), kernels.QParams(1.0, 0)) == 255.0 * 127 * 64).all()
         assert len(selfcheck.failures()) == 2 * (not kernels.has_exact_int8_dot())
         low = kernels.QParams(1.0, 0, 0, 127)

@@ -376,7 +376,8 @@ class PackedConv:
         Args:
             summed: qparams of another value that is added, True where that is float32, False for none.
         """
-        key = (shape, qparams.zero_point != 0, qparams.quant_max, post_op.name, out is None, type(summed), summed is not False)
+        kind = summed if isinstance(summed, bool) else 2
+        key: tuple = (shape, qparams.zero_point != 0, qparams.quant_max, post_op.name, out is None, kind)
         if key not in self._ways:
             if len(self._ways) > 256:
                 self._ways.clear()
@@ -553,7 +554,7 @@ class PackedLinear:
         self, rows: Tensor, qparams: QParams, accumulator: Tensor, accumulated: QParams | None, relu: bool,
         out: QParams | None, dtype: torch.dtype = torch.float32, binary: str = "sum",
     ) -> Tensor:  # fmt: skip
-        """The same by torch's kernel, whether or not it is right; with ``binary`` "add" the other value is only read."""
+        """The same by torch's kernel, whether or not it is right; ``binary`` "add" only reads the other value."""
         scale, zero, dtype = (1.0, 0, dtype) if out is None else (out.scale, out.zero_point, torch.uint8)
         other_scale, other_zero = (1.0, 0) if accumulated is None else (accumulated.scale, accumulated.zero_point)
         return _qlinear_sum(

@@ -1,7 +1,7 @@
 """Which way a convolution or linear layer is computed: the first that proved right on this CPU.
 
-Kernels are tried in the order given here, each on data of its own (``trials``); the last way, float32 on the levels, needs
-no kernel. Geometries that are known to go wrong on some CPU (``known_faults``) start further down on every CPU.
+Kernels are tried in the order given here, each on data of its own (``trials``); the last way, float32 on the levels,
+needs no kernel. Geometries that are known to go wrong on some CPU (``known_faults``) start further down on every CPU.
 """
 
 from __future__ import annotations

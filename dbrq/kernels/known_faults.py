@@ -2,8 +2,8 @@
 
 A file made here runs elsewhere, so nobody may choose these, whether or not they are right here. Found by
 ``benchmarks/kernel_scan.py`` (AVX512-VNNI and AVX512 alone; AVX2 is right throughout), by reports from CPUs with AMX,
-and by reading oneDNN 3.12 (``jit_brgemm_conv_utils.cpp``). A predicate looks at the geometry as the kernel would get it,
-with what is padded by hand padded already. Those that depend on the input's size are decided where the convolution
+and by reading oneDNN 3.12 (``jit_brgemm_conv_utils.cpp``). A predicate looks at the geometry as the kernel would get
+it, with what is padded by hand padded already. Those that depend on the input's size are decided where the convolution
 runs, in TorchScript too, which is why they are plain functions of lists.
 """
 
@@ -72,15 +72,12 @@ def plain_dilation(kernel: List[int], dilation: List[int]) -> List[int]:
     >>> plain_dilation([1, 3], [3, 3])
     [1, 3]
     """
-    return [1 if k == 1 else d for k, d in zip(kernel, dilation)]  # noqa: B905 (TorchScript has no strict)
+    return [1 if k == 1 else d for k, d in zip(kernel, dilation, strict=True)]
 
 
 def lies_in_padding(kernel: List[int], padding: List[int], dilation: List[int]) -> bool:
     """Whether a kernel may see nothing but padding: wrong sums for a zero point, and on AVX512 SIGSEGV."""
-    for i in range(len(kernel)):
-        if padding[i] > dilation[i] * (kernel[i] - 1):
-            return True
-    return False
+    return any(p > d * (k - 1) for k, p, d in zip(kernel, padding, dilation, strict=True))
 
 
 def is_one_frame(size: List[int], padding: List[int]) -> bool:
@@ -122,8 +119,8 @@ def is_one_step(size: List[int], kernel: List[int], stride: List[int], padding: 
 def has_joined_columns(geometry: Geometry) -> bool:
     """Whether oneDNN may take several columns for one with more channels, and fewer of these than a tile's row.
 
-    It does for unpadded kernels whose width and stride have a divisor in common. On AMX the weights' channels are padded
-    to whole rows before, and no longer fit: ``Conv2d(32, 32, 4, stride=4)``, ``Conv2d(32, 32, 8, stride=8)``.
+    It does for unpadded kernels whose width and stride have a divisor in common. On AMX the weights' channels are
+    padded to whole rows before, and no longer fit: ``Conv2d(32, 32, 4, stride=4)``, ``Conv2d(32, 32, 8, stride=8)``.
     """
     g = geometry
     return (

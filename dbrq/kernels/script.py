@@ -594,8 +594,8 @@ def finished(
     x: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str, first: float, second: float,
     algorithm: str,
 ) -> Tensor:  # fmt: skip
-    """What kernels do with their float32 sums: post-op (``first`` and ``second`` are its arguments), then quantization or
-    another type.
+    """What kernels do with their float32 sums: post-op (``first`` and ``second`` are its arguments), then quantization
+    or another type.
     """
     if post_op == "relu":
         x = torch.relu(x)

@@ -1,7 +1,7 @@
 """Runs of kernels on integers of their own, compared with exact arithmetic; see ``selfcheck`` and ``formulations``.
 
-Each trial returns what is wrong, "" if nothing is. Scales are powers of two, so results are exact. The input is part of a
-larger memory full of other numbers, and what a kernel writes over lies between guard zones. Elements compared are the
+Each trial returns what is wrong, "" if nothing is. Scales are powers of two, so results are exact. The input is part of
+a larger memory full of other numbers, and what a kernel writes over lies between guard zones. Elements compared are the
 corners of the result, in the first and last item of the batch, and random ones, at all output channels of each; all of
 them where that is cheap. Rows of weights repeat after ``_ROWS``, so that few of them need to be multiplied out.
 """
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,13 +46,19 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(6)
-def _memory(low: int, high: int, dtype: torch.dtype, seed: int, size: int) -> Tensor:
+@functools.lru_cache(8)
+def _pattern(low: int, high: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Random integers, a quarter of them extreme: pairs of large products are what saturates."""
     numbers = integers((65_537,), low, high, torch.int32, seed)
     extreme = integers((65_537,), 0, 7, torch.int32, seed + 100)
     numbers[extreme == 0], numbers[extreme == 1] = low, high
-    return numbers.to(dtype).repeat(-(-size // len(numbers)))
+    return numbers.to(dtype)
+
+
+@functools.lru_cache(8)
+def _memory(low: int, high: int, dtype: torch.dtype, seed: int, size: int) -> Tensor:
+    pattern = _pattern(low, high, dtype, seed)
+    return pattern.repeat(-(-size // len(pattern)))
 
 
 def _numbers(
@@ -59,7 +66,7 @@ def _numbers(
 ) -> Tensor:
     """Random integers with others before and behind them, not to be written to."""
     count, zone = math.prod(shape), 4096
-    size = 1 << max(20, (count + 2 * zone).bit_length())  # few sizes: most tensors share one memory
+    size = 1 << max(17, (count + 2 * zone).bit_length())  # few sizes: many tensors share one memory
     memory = _memory(low, high, dtype, seed, size)
     if strides is None:
         return memory[zone : zone + count].view(tuple(shape))
@@ -85,7 +92,7 @@ class _Layer:
         self.scale = torch.pow(2.0, -7.0 - (torch.arange(outer, dtype=torch.float32) % 3))
         units = self.scale * self.input.scale
         spread = 2 ** round(math.log2(math.sqrt(products) * 85 * call.top * 0.6))  # a usual sum
-        self.bias = integers((outer,), -spread, spread, torch.int32, _BIAS).to(torch.float32) * units
+        self.bias = _numbers((outer,), -255, 255, torch.float32, _BIAS) * (units * (spread / 256))
         size = spread * 2.0**-15
         self.out = QParams(size / 32, 100) if call.out is torch.uint8 else None
         self.post_op = PostOp(call.post_op, list(call.arguments), call.algorithm)
@@ -151,14 +158,14 @@ def _places(sizes: Sequence[int], cost: int) -> tuple[Tensor, ...]:
     if math.prod(sizes) <= count:
         flat = torch.arange(math.prod(sizes))
     else:
-        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        steps = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         corners = [
-            sum(i * stride for i, stride in zip(corner, strides, strict=True))
+            sum(i * step for i, step in zip(corner, steps, strict=True))
             for corner in itertools.product(*((0, size - 1) for size in sizes))
         ]
-        others = integers((count,), 0, math.prod(sizes) - 1, torch.int64)
-        flat = torch.cat([torch.tensor(corners), others]).unique()
-    return torch.unravel_index(flat, tuple(sizes))
+        flat = torch.tensor(corners + random.Random(0).choices(range(math.prod(sizes)), k=count))
+    strides = torch.tensor([math.prod(sizes[i + 1 :]) for i in range(len(sizes))])
+    return tuple((flat.unsqueeze(1) // strides % torch.tensor(sizes)).unbind(1))
 
 
 def convolution(geometry: Geometry, call: Call, way: Way) -> str:
@@ -282,5 +289,3 @@ def matmul(m: int, k: int, n: int) -> str:
         expected = a[places].double() @ b.double()
         wrong = int((got[places].double() != expected).sum())
         return f"{wrong} of {expected.numel()} sampled results wrong" if wrong else ""
-
-

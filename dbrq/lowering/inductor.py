@@ -8,6 +8,7 @@ and neither a guard nor a setting of the process is needed when the model is cal
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import operator
 import re
@@ -26,12 +27,12 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ERRORS_OF_CODE, CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
-from ..exporting import CHECKS, plain_containers, program_of
+from ..errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
+from ..exporting import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
 from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
 from ..graph_io import check_absent, check_input
 from ..kernels import ints
-from ..kernels.known_faults import Geometry, fault_of
+from ..kernels.known_faults import Geometry, fault_of, plain_dilation
 from ..op_facts import writes
 from ..quiet import quiet
 from .cleanup import written_attributes
@@ -173,7 +174,7 @@ class InductorModel(LoweredModel):
             return env[node]
 
         for node in self._checks:
-            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):  # type: ignore[arg-type]
+            if node.target is check_input and not isinstance(given := value(node.args[0]), Tensor):
                 got = type(given).__name__
                 raise KernelInputError(f"input {node.args[1]} must be a tensor, as in the graph's example", got=got)
             try:
@@ -193,13 +194,13 @@ class InductorModel(LoweredModel):
                 return self._compiled(key, args, flat, free)
             except _FixedSizes as error:
                 log.info("compiled for these sizes only: %s", error)
-            except ERRORS_OF_CODE as error:
+            except ERRORS_OF_TRACING as error:
                 if is_bug(error):
                     raise
                 failure = error
         try:
             form = self._compiled(key, args, flat, frozenset())
-        except ERRORS_OF_CODE as error:
+        except ERRORS_OF_TRACING as error:
             if isinstance(error, QuantizationError) or is_bug(error):
                 raise
             if ONE_PATH in str(error):
@@ -503,8 +504,8 @@ class _FixedSizes(Exception):
     """The sizes must stay as they are, since for these one of the graph's convolutions has no int8 kernel."""
 
 
-def _said_of(geometry: Geometry) -> str:
-    """Why torch's int8 kernel, which Inductor calls as it is, is not to be trusted with a convolution; "" if it is."""
+def _words(geometry: Geometry) -> str:
+    """Why the kernel that Inductor would call is not to be trusted with a convolution, or ""."""
     fault = fault_of(geometry)
     return "" if fault is None else f"torch's int8 kernel is wrong on some CPU for {fault.name}"
 
@@ -516,17 +517,12 @@ class _Convolution:
     Attributes:
         node: it.
         shape: of its input: integers, and expressions where sizes are free.
-        outputs, kernel, stride, padding, dilation, groups: as in ``Geometry``.
+        geometry: for sizes of some kind.
     """
 
     node: fx.Node
     shape: tuple[int | sympy.Expr, ...]
-    outputs: int
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    geometry: Geometry
 
     def fault(self, numbers: Mapping[sympy.Symbol, int]) -> str:
         """What its int8 kernel does wrong, where free sizes are ``numbers``."""
@@ -535,14 +531,11 @@ class _Convolution:
             sizes[0] = 2  # a batch whose size depends on values
         if not all(isinstance(size, int) or size.is_Integer for size in sizes):
             return "int8 kernels are wrong for some sizes, and those of an image depend on values"
-        shape = tuple(map(int, sizes))
-        padded = any(2 * p >= d * (k - 1) + 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True))
-        free = any(not isinstance(size, int) for size in self.shape)
-        if free and (shape[1] == 1 or (padded and max(shape[2:]) == 1)):
+        geometry = dataclasses.replace(self.geometry, shape=tuple(map(int, sizes)))
+        image, free = geometry.shape[2:], any(not isinstance(size, int) for size in self.shape)
+        if free and (geometry.shape[1] == 1 or (max(image) == 1 and max(geometry.result) > 1)):
             return "torch 2.13 is wrong about the layout of its result where sizes are free"
-        return _said_of(
-            Geometry(shape, self.outputs, self.kernel, self.stride, self.padding, self.dilation, self.groups)
-        )
+        return _words(geometry)
 
     def in_float(self, module: fx.GraphModule) -> None:
         """Have it read its weight as a constant in float, which leaves it to a float kernel."""
@@ -561,6 +554,7 @@ def _convolutions(graph: fx.Graph) -> list[_Convolution]:
     found = []
     x: Any
     weight: Any
+    rest: Any
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
         x, weight, *rest = node.args
         if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):
@@ -569,9 +563,8 @@ def _convolutions(graph: fx.Graph) -> list[_Convolution]:
         sizes = (s.node.expr if isinstance(s, torch.SymInt) else s for s in x.meta["val"].shape)
         outputs, _, *kernel = weight.meta["val"].shape
         stride, padding, dilation = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
-        found.append(
-            _Convolution(node, tuple(sizes), outputs, tuple(kernel), stride, padding, dilation, groups)
-        )
+        geometry = Geometry((), outputs, tuple(kernel), stride, padding, dilation, groups)
+        found.append(_Convolution(node, tuple(sizes), geometry))
     return found
 
 
@@ -642,8 +635,7 @@ def _dilates_nothing(node: fx.Node) -> bool:
 
 def _dilation(node: fx.Node) -> list[int]:
     row, bound = bind(node)  # type: ignore[misc]
-    kernel = bound[1].meta["shape"][2:]
-    return [1 if k == 1 else d for k, d in zip(kernel, ints(bound[5], row.ndim), strict=True)]
+    return plain_dilation(list(bound[1].meta["shape"][2:]), ints(bound[5], row.ndim))
 
 
 def _undilated(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -771,7 +763,7 @@ def _fault(node: fx.Node) -> str:
     _, (x, weight, _, *sizes, groups) = bind(node)  # type: ignore[misc]
     outputs, _, *kernel = weight.meta["shape"]
     stride, padding, dilation = (tuple(ints(value, 2)) for value in sizes)
-    return _said_of(Geometry(tuple(x.meta["shape"]), outputs, tuple(kernel), stride, padding, dilation, groups))
+    return _words(Geometry(tuple(x.meta["shape"]), outputs, tuple(kernel), stride, padding, dilation, groups))
 
 
 def _is_faulty(node: fx.Node) -> bool:

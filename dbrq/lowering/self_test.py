@@ -1,7 +1,7 @@
 """A scripted model that carries an example and what it should compute, and can tell whether it does on the CPU at hand.
 
-A TorchScript file meets CPUs that no check of ours has seen. ``self_test()`` needs no dbrq, from Python or C++; it runs the
-example, compares, and leaves the model's state as it was.
+A TorchScript file meets CPUs that no check of ours has seen. ``self_test()`` needs no dbrq, from Python or C++; it runs
+the example, compares, and leaves the model's state as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PREFIX = "self_test"
 #: What no pair of results is farther apart, or nearer, than.
 _FAR, _EQUAL = -1000.0, 1000.0
 
-_COMPARISON = f'''
+_COMPARISON = f"""
 def {_PREFIX}_of(self, got: Tensor, expected: Tensor, values: bool) -> float:
     if list(got.size()) != list(expected.size()):
         return {_FAR}
@@ -44,7 +44,7 @@ def {_PREFIX}_of(self, got: Tensor, expected: Tensor, values: bool) -> float:
     if not (noise < 1e300) or signal == 0.0:
         return {_FAR}
     return float(20.0 * (torch.log10(torch.tensor(signal)) - torch.log10(torch.tensor(noise))).item())
-'''
+"""
 
 
 def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

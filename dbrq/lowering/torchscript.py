@@ -444,7 +444,7 @@ def _pools_right(node: fx.Node) -> bool:
     if len(kernel) == 1:  # type: ignore[arg-type]
         shape = (*shape[:2], 1, shape[2])
         lists = [[fill, *values] for fill, values in zip((1, 1, 0, 1), lists, strict=True)]  # type: ignore[misc]
-    n, c, h, w = shape
+    _, c, h, w = shape
     return all(
         is_max_pool_right(shape, strides, *lists, bool(ceil_mode))  # type: ignore[arg-type]
         for strides in ((c * h * w, 1, w * c, c), (c * h * w, h * w, w, 1))
