@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 ONEDNN = ("SSE41", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "")
 ATEN = ("default", "avx2", "avx512", "")
 #: Every value of both variables at least once; DBRQ_FULL_MATRIX=1 runs the product.
-PAIRS = [("SSE41", "default"), ("AVX2", "avx2"), ("AVX2_VNNI", ""), ("AVX512_CORE", "avx512"), ("AVX512_CORE_VNNI", "default"),
-         ("", "avx2"), ("", "")]  # fmt: skip
+PAIRS = [("SSE41", "default"), ("AVX2", "avx2"), ("AVX2_VNNI", ""), ("AVX512_CORE", "avx512"),
+         ("AVX512_CORE_VNNI", "default"), ("", "avx2"), ("", "")]  # fmt: skip
 if os.environ.get("DBRQ_FULL_MATRIX") == "1":
     PAIRS = list(itertools.product(ONEDNN, ATEN))
 #: Instruction sets on which sums of two products of 8 bits saturate at 16.
@@ -82,12 +82,15 @@ def measure() -> dict[str, Any]:
         "lstm": (Call(lambda m, x: m.last(m.lstm(x)[0]), lstm=nn.LSTM(24, 16, batch_first=True), last=nn.Linear(16, 4)),
                  torch.randn(3, 7, 24), dynamic),
         # Weights and activations at the ends of their ranges, where products saturate without VNNI and 7 bits.
-        "large products": (nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 8)), torch.rand(4, 256) * 0.1 + 2, None),
+        "large products": (nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 8)), torch.rand(4, 256) + 2, None),
     }  # fmt: skip
     with torch.no_grad():
         models["large products"][0][0].weight.uniform_(0.98, 1.0)  # type: ignore[index, union-attr]
 
-    found: dict[str, Any] = {"exact": kernels.has_exact_int8_dot(), "capability": torch.backends.cpu.get_cpu_capability()}
+    found: dict[str, Any] = {
+        "exact": kernels.has_exact_int8_dot(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
     for name, (model, x, mapping) in models.items():
         model.eval()
         converted = dbrq.quantize(model, [x, x * 0.9], mapping)
@@ -98,7 +101,11 @@ def measure() -> dict[str, Any]:
         expected = plain if reference is None else seeded(reference, (x,), 0)
         for run, lowered in runs.items():
             result = seeded(lowered, (x,), 0)
-            wrong = "" if reference is None else problem(result, expected, plain, lambda r=reference, a=x: r.dithered((a,), 0))
+            wrong = (
+                ""
+                if reference is None
+                else problem(result, expected, plain, lambda r=reference, a=x: r.dithered((a,), 0))
+            )
             decibels = min(sqnr(f, r) for f, r in zip(floats(plain), floats(result), strict=True))
             found[f"{name} {run}"] = {"wrong": wrong, "decibels": round(decibels, 1)}
     return found
@@ -106,7 +113,11 @@ def measure() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("onednn", "aten"), PAIRS, ids=[f"onednn-{a or 'own'}-aten-{b or 'own'}" for a, b in PAIRS])
 def test_numbers_hold_on_older_cpus(onednn: str, aten: str) -> None:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
     for name, value in (("ONEDNN_MAX_CPU_ISA", onednn), ("ATEN_CPU_CAPABILITY", aten)):
         environment.pop(name, None)
         if value:

@@ -75,7 +75,11 @@ def measure(backend: str, calls: int, shapes: int) -> dict[str, float]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_does_not_grow(backend: str) -> None:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
     command = [sys.executable, __file__, backend, str(CALLS), str(SHAPES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600 if FULL else 300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,8 +1,8 @@
 """The command: run many programs, sum up, make failures small.
 
-    python -m tests.fuzz --programs 20000 --workers 2 --out results.json
-    python -m tests.fuzz --seed 17            # one program, and what it meets
-    python -m tests.fuzz --seed 17 --show     # its text
+python -m tests.fuzz --programs 20000 --workers 2 --out results.json
+python -m tests.fuzz --seed 17            # one program, and what it meets
+python -m tests.fuzz --seed 17 --show     # its text
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from .pool import Outcome, Worker, run_many, serve
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random small models through every backend.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Random small models through every backend."
+    )
     parser.add_argument("--programs", type=int, default=1000, help="how many")
     parser.add_argument("--start-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--show", action="store_true", help="with --seed: print the program instead")
     parser.add_argument("--without", default="", help="rules to make programs without, by name")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--backends", default="rewrite,torchscript,onednn", help="of rewrite, torchscript, onednn, inductor")
+    parser.add_argument(
+        "--backends", default="rewrite,torchscript,onednn", help="of rewrite, torchscript, onednn, inductor"
+    )
     parser.add_argument("--inductor-every", type=int, default=0, help="add inductor for each n-th program; 0: never")
     parser.add_argument("--minutes", type=float, help="stop after this long")
     parser.add_argument("--shrink", type=int, default=2, help="how many failures of a signature to make smaller")
@@ -89,7 +93,10 @@ def many(options: argparse.Namespace) -> int:
             failed[signature].append(outcome)
     count = sum(any(f.failed for f in o.findings) for o in outcomes)
     no = sum(any(not f.failed for f in o.findings) for o in outcomes)
-    print(f"\n{len(outcomes)} programs in {time.monotonic() - started:.0f} s: {count} failed, {no} refused somewhere\n\nrefused:")
+    print(
+        f"\n{len(outcomes)} programs in {time.monotonic() - started:.0f} s: {count} failed, {no} refused somewhere\n\n"
+        "refused:"
+    )
     for signature, number in refused.most_common():
         print(f"  {number:5}  {signature}")
     print("\nfailed:")
@@ -113,7 +120,8 @@ def many(options: argparse.Namespace) -> int:
     if options.out:
         with open(options.out, "w") as file:
             json.dump({"programs": len(outcomes), "failed": count, "refused": dict(refused),
-                       "outcomes": [asdict(o) for o in outcomes if o.findings], "smaller": small}, file, indent=1)  # fmt: skip
+                       "without": without, "outcomes": [asdict(o) for o in outcomes if o.findings],
+                       "smaller": small}, file, indent=1)  # fmt: skip
     return int(bool(failed))
 
 

@@ -119,7 +119,8 @@ def conv_norm_act(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() in (3, 4, 5))
     ndim, c = d.value(x).dim() - 2, d.shape(x)[1]
     out, text = _conv_arguments(d, ndim, c)
-    act = d.choose("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6()", "nn.SiLU()", "nn.Hardswish()", "nn.LeakyReLU(0.1)",
+    act = d.choose("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6()", "nn.SiLU()", "nn.Hardswish()",
+                   "nn.LeakyReLU(0.1)",
                    "nn.Identity()", "nn.GELU()")  # fmt: skip
     layer = f"Sequential(nn.Conv{ndim}d({c}, {out}, {text}), nn.BatchNorm{ndim}d({out}), {act})"
     d.let(f"{d.module(layer)}({x})")
@@ -184,7 +185,8 @@ def norm_function(d: Draft) -> None:
     c, last = d.shape(x)[1], d.shape(x)[-1]
     mean, var = d.buffer(f"torch.randn({c})"), d.buffer(f"torch.rand({c}) + 0.5")
     d.let(d.choose(
-        f"F.batch_norm({x}, {mean}, {var})", f"F.layer_norm({x}, ({last},))", f"F.normalize({x}, dim={d.choose(1, -1)})",
+        f"F.batch_norm({x}, {mean}, {var})", f"F.layer_norm({x}, ({last},))",
+        f"F.normalize({x}, dim={d.choose(1, -1)})",
         f"F.group_norm({x}, 1)",
     ))  # fmt: skip
 
@@ -300,35 +302,46 @@ def named_child(d: Draft) -> None:
 
 @rule(1)
 def embedding(d: Draft) -> None:
-    ids = d.pick(dtype="int64", where=lambda v: v.numel() > 0 and 0 <= int(v.min()) and int(v.max()) < 50)
+    ids = d.pick(dtype="int64", where=lambda v: v.numel() > 0 and int(v.min()) >= 0 and int(v.max()) < 50)
     layer = d.module(f"Embedding(50, {d.choose(4, 8)}{', padding_idx=0' if d.chance(0.3) else ''})")
     d.let(f"{layer}({ids})")
 
 
 @rule(1)
 def embedding_bag(d: Draft) -> None:
-    ids = d.pick(2, dtype="int64", where=lambda v: v.numel() > 0 and 0 <= int(v.min()) and int(v.max()) < 50)
-    d.let(f"{d.module(f'EmbeddingBag(50, 8, mode={d.choose(chr(39)+chr(115)+chr(117)+chr(109)+chr(39), repr(chr(109)+chr(101)+chr(97)+chr(110)))})')}({ids})")
+    ids = d.pick(2, dtype="int64", where=lambda v: v.numel() > 0 and int(v.min()) >= 0 and int(v.max()) < 50)
+    layer = d.module(f"EmbeddingBag(50, 8, mode={d.choose('sum', 'mean')!r})")
+    d.let(f"{layer}({ids})")
 
 
 # Activations and arithmetic
 
 _MODULES = ("ReLU()", "ReLU(inplace=True)", "ReLU6()", "ReLU6(inplace=True)", "Hardtanh(-1, 2)", "LeakyReLU(0.2)",
-            "LeakyReLU(0.1, inplace=True)", "Sigmoid()", "Tanh()", "Hardsigmoid()", "Hardswish()", "Hardswish(inplace=True)",
-            "SiLU()", "SiLU(inplace=True)", "GELU()", "GELU('tanh')", "ELU(0.7)", "ELU(inplace=True)", "PReLU()", "Mish()",
-            "Softplus()", "Softsign()", "Hardshrink()", "Softshrink()", "CELU()", "SELU()", "LogSigmoid()", "Threshold(0.1, 0.0)",
+            "LeakyReLU(0.1, inplace=True)", "Sigmoid()", "Tanh()", "Hardsigmoid()", "Hardswish()",
+            "Hardswish(inplace=True)",
+            "SiLU()", "SiLU(inplace=True)", "GELU()", "GELU('tanh')", "ELU(0.7)", "ELU(inplace=True)", "PReLU()",
+            "Mish()",
+            "Softplus()", "Softsign()", "Hardshrink()", "Softshrink()", "CELU()", "SELU()", "LogSigmoid()",
+            "Threshold(0.1, 0.0)",
             "Tanhshrink()", "Softmax(-1)", "LogSoftmax(1)", "Dropout(0.5)", "Identity()", "GLU(-1)", "Softmin(-1)",
             "RReLU()", "Dropout2d(0.2)", "AlphaDropout(0.2)", "Flatten()", "Flatten(0)")  # fmt: skip
 _CALLS = ("F.relu({})", "F.relu({}, inplace=True)", "torch.relu({})", "{}.relu()", "{}.relu_()", "F.relu6({})",
-          "F.hardtanh({}, -1.0, 1.0)", "{}.clamp(min=0)", "{}.clamp(0, 6)", "torch.clamp({}, -1, 1)", "{}.clamp_(min=-0.5)",
-          "{}.clamp_min(0)", "torch.sigmoid({})", "{}.sigmoid()", "{}.sigmoid_()", "F.sigmoid({})", "{}.tanh()", "torch.tanh({})",
+          "F.hardtanh({}, -1.0, 1.0)", "{}.clamp(min=0)", "{}.clamp(0, 6)", "torch.clamp({}, -1, 1)",
+          "{}.clamp_(min=-0.5)",
+          "{}.clamp_min(0)", "torch.sigmoid({})", "{}.sigmoid()", "{}.sigmoid_()", "F.sigmoid({})", "{}.tanh()",
+          "torch.tanh({})",
           "F.gelu({})", "F.gelu({}, approximate='tanh')", "F.silu({})", "F.silu({}, inplace=True)", "F.hardswish({})",
           "F.leaky_relu({}, 0.1)", "F.elu({})", "F.elu({}, inplace=True)", "F.mish({})", "{} * torch.sigmoid({})",
-          "F.softmax({}, dim=-1)", "{}.softmax(1)", "F.log_softmax({}, -1)", "{}.abs()", "-{}", "{} ** 2", "{}.pow(2)", "{}.square()",
-          "{}.exp().log1p()", "torch.sqrt({}.abs() + 1)", "{}.sin()", "torch.erf({})", "F.threshold({}, 0.1, 0.0)", "{}.neg()",
-          "torch.special.expit({})", "{}.reciprocal().clamp(-2, 2)", "torch.maximum({}, {} * 0.5)", "{}.abs_()", "{}.floor()",
-          "{}.round()", "{}.sign()", "torch.rsqrt({}.abs() + 0.5)", "F.softplus({})", "{}.masked_fill({} < 0, 0.0)", "F.logsigmoid({})",
-          "F.glu({}, 1)", "F.dropout({}, 0.5, training=False)", "F.dropout({}, 0.5, training=self.training)")  # fmt: skip
+          "F.softmax({}, dim=-1)", "{}.softmax(1)", "F.log_softmax({}, -1)", "{}.abs()", "-{}", "{} ** 2",
+          "{}.pow(2)", "{}.square()",
+          "{}.exp().log1p()", "torch.sqrt({}.abs() + 1)", "{}.sin()", "torch.erf({})", "F.threshold({}, 0.1, 0.0)",
+          "{}.neg()",
+          "torch.special.expit({})", "{}.reciprocal().clamp(-2, 2)", "torch.maximum({}, {} * 0.5)", "{}.abs_()",
+          "{}.floor()",
+          "{}.round()", "{}.sign()", "torch.rsqrt({}.abs() + 0.5)", "F.softplus({})", "{}.masked_fill({} < 0, 0.0)",
+          "F.logsigmoid({})",
+          "F.glu({}, 1)", "F.dropout({}, 0.5, training=False)",
+          "F.dropout({}, 0.5, training=self.training)")  # fmt: skip
 
 
 @rule(9)
@@ -345,9 +358,12 @@ def arithmetic(d: Draft) -> None:
     x = d.pick()
     y = d.like(x)
     d.let(d.choose(
-        f"{x} + {y}", f"{x} + {y}", f"torch.add({x}, {y})", f"{x}.add({y})", f"torch.add({x}, {y}, alpha={d.choose(2, -1, 0.5)})",
-        f"{x}.add_({y})", f"{x} * {y}", f"torch.mul({x}, {y})", f"{x}.mul_({y})", f"{x} - {y}", f"torch.sub({x}, {y})",
-        f"{x} / ({y}.abs() + 1)", f"torch.maximum({x}, {y})", f"torch.minimum({x}, {y})", f"torch.lerp({x}, {y}, 0.3)",
+        f"{x} + {y}", f"{x} + {y}", f"torch.add({x}, {y})", f"{x}.add({y})",
+        f"torch.add({x}, {y}, alpha={d.choose(2, -1, 0.5)})",
+        f"{x}.add_({y})", f"{x} * {y}", f"torch.mul({x}, {y})", f"{x}.mul_({y})", f"{x} - {y}",
+        f"torch.sub({x}, {y})",
+        f"{x} / ({y}.abs() + 1)", f"torch.maximum({x}, {y})", f"torch.minimum({x}, {y})",
+        f"torch.lerp({x}, {y}, 0.3)",
         f"torch.addcmul({x}, {x}, {y}, value=0.5)", f"sum([{x}, {y}, {x}])", f"torch.stack([{x}, {y}]).mean(0)",
         f"torch.where({x} > 0.1, {x}, {y})", f"torch.hypot({x}, {y})", f"torch.atan2({x}, {y})",
     ))  # fmt: skip
@@ -363,10 +379,20 @@ def fused_sum(d: Draft) -> None:
         layer = d.module(f"Linear({shape[-1]}, {shape[-1]})")
     else:
         layer = d.module(f"Conv{len(shape) - 2}d({shape[1]}, {shape[1]}, 3, padding=1)")
-    act = d.choose("{}", "F.relu({})", "({}).relu_()", "F.silu({})", "F.hardswish({})", "F.gelu({})", "({}).clamp(0, 6)", "({}).sigmoid()")
+    act = d.choose(
+        "{}",
+        "F.relu({})",
+        "({}).relu_()",
+        "F.silu({})",
+        "F.hardswish({})",
+        "F.gelu({})",
+        "({}).clamp(0, 6)",
+        "({}).sigmoid()",
+    )
     inner = d.choose("{}", "{}", "F.relu({})", "{} * 0.5", "F.gelu({})")
     a = inner.format(f"{layer}({x})")
-    form = d.choose("{a} + {y}", "{y} + {a}", "torch.add({a}, {y})", "{a}.add_({y})", "torch.add({y}, {a}, alpha=0.5)", "{a} * {y}",
+    form = d.choose("{a} + {y}", "{y} + {a}", "torch.add({a}, {y})", "{a}.add_({y})", "torch.add({y}, {a}, alpha=0.5)",
+                    "{a} * {y}",
                     "{y} - {a}", "{a} + {y} + {x}", "{y} + {y} + {a}")  # fmt: skip
     d.let(act.format(form.format(a=a, y=y, x=x)))
 
@@ -383,7 +409,8 @@ def expanded_sum(d: Draft) -> None:
     scalar = d.choose("0.5", "2", "-1.0")
     d.let(d.choose(
         f"{layer}({x}[:1]) + {x}", f"{layer}({x}[:1]) + {x}[:1].expand(5, {', '.join(['-1'] * (len(shape) - 1))})",
-        f"{x} + {layer}({x}[:1]).expand_as({x})", f"{layer}({x}) + {bias}", f"{layer}({x}) * {bias}", f"{layer}({x}) + {scalar}",
+        f"{x} + {layer}({x}[:1]).expand_as({x})", f"{layer}({x}) + {bias}", f"{layer}({x}) * {bias}",
+        f"{layer}({x}) + {scalar}",
         f"{layer}({x}) * {scalar}", f"{scalar} - {layer}({x})", f"{layer}({x}) + {x}.mean((0,), keepdim=True)",
         f"F.relu({layer}({x}) + {x}[:, :1])", f"{layer}({x}[..., :1] * torch.ones_like({x})) + {x}",
         f"{layer}({x}) * {x}.mean({tuple(range(2, len(shape))) or 1}, keepdim=True).sigmoid()",
@@ -396,8 +423,10 @@ def expanded_sum(d: Draft) -> None:
 def scalar_arithmetic(d: Draft) -> None:
     x = d.pick()
     d.let(d.choose(
-        f"{x} + 0.5", f"2 * {x}", f"1 - {x}", f"{x} / 3", f"{x} * {x}.shape[0]", f"{x} / {x}.shape[-1] ** 0.5", f"{x}.add(1, alpha=2)",
-        f"{x} // 0.5", f"{x} % 1.5", f"torch.rsub({x}, 1)", f"{x}.mul(True)", f"{x} + torch.tensor(0.5)", f"{x} * torch.tensor([2.0])",
+        f"{x} + 0.5", f"2 * {x}", f"1 - {x}", f"{x} / 3", f"{x} * {x}.shape[0]", f"{x} / {x}.shape[-1] ** 0.5",
+        f"{x}.add(1, alpha=2)",
+        f"{x} // 0.5", f"{x} % 1.5", f"torch.rsub({x}, 1)", f"{x}.mul(True)", f"{x} + torch.tensor(0.5)",
+        f"{x} * torch.tensor([2.0])",
         f"torch.true_divide({x}, 2)", f"torch.div({x}, 0.3, rounding_mode='floor')",
     ))  # fmt: skip
 
@@ -410,9 +439,17 @@ def products(d: Draft) -> None:
     options = [f"{x} @ {y}.transpose(-1, -2)", f"torch.matmul({x}.transpose(-1, -2), {y})",
                f"torch.einsum('...ij,...kj->...ik', {x}, {y})", f"({x} @ {y}.mT).softmax(-1) @ {y}"]  # fmt: skip
     if dims == 3:
-        options += [f"torch.bmm({x}, {y}.transpose(1, 2))", f"torch.baddbmm(torch.zeros(1), {x}, {y}.mT)", f"torch.tensordot({x}, {y}, dims=([0, 1], [0, 1]))"]
+        options += [
+            f"torch.bmm({x}, {y}.transpose(1, 2))",
+            f"torch.baddbmm(torch.zeros(1), {x}, {y}.mT)",
+            f"torch.tensordot({x}, {y}, dims=([0, 1], [0, 1]))",
+        ]
     if dims == 2:
-        options += [f"torch.mm({x}, {y}.t())", f"torch.addmm(torch.ones(1), {x}, {y}.t(), beta=0.5)", f"torch.cdist({x}, {y})"]
+        options += [
+            f"torch.mm({x}, {y}.t())",
+            f"torch.addmm(torch.ones(1), {x}, {y}.t(), beta=0.5)",
+            f"torch.cdist({x}, {y})",
+        ]
     if dims == 4:
         options += [f"F.scaled_dot_product_attention({x}, {y}, {y})"]
     d.let(d.rng.choice(options))
@@ -424,9 +461,12 @@ def reduction(d: Draft) -> None:
     dim, keep = d.choose(0, 1, -1, -1), d.chance(0.4)
     rest = tuple(range(2, d.value(x).dim())) or (1,)
     d.let(d.choose(
-        f"{x}.mean({dim}, keepdim={keep})", f"{x}.mean({rest}, keepdim={keep})", f"{x}.sum({dim}, keepdim={keep})", f"{x}.amax({dim}, keepdim={keep})",
-        f"torch.max({x}, {dim}, keepdim={keep})[0]", f"{x}.min({dim}).values", f"{x}.std({dim}, keepdim={keep}, unbiased=False)", f"{x}.norm(dim={dim})",
-        f"{x}.logsumexp({dim})", f"{x}.cumsum({dim})", f"{x}.mean()", f"{x}.prod({dim}).tanh()", f"{x}.topk(1, {dim})[0]", f"{x}.sort({dim})[0]",
+        f"{x}.mean({dim}, keepdim={keep})", f"{x}.mean({rest}, keepdim={keep})", f"{x}.sum({dim}, keepdim={keep})",
+        f"{x}.amax({dim}, keepdim={keep})",
+        f"torch.max({x}, {dim}, keepdim={keep})[0]", f"{x}.min({dim}).values",
+        f"{x}.std({dim}, keepdim={keep}, unbiased=False)", f"{x}.norm(dim={dim})",
+        f"{x}.logsumexp({dim})", f"{x}.cumsum({dim})", f"{x}.mean()", f"{x}.prod({dim}).tanh()",
+        f"{x}.topk(1, {dim})[0]", f"{x}.sort({dim})[0]",
         f"{x}.median({dim})[0]", f"{x}.var({rest}, keepdim=True)", f"{x}.cummax({dim})[0]", f"{x}.amin({rest})",
     ))  # fmt: skip
 
@@ -443,12 +483,18 @@ def shaping(d: Draft) -> None:
     a, b = d.rng.choice(dims), d.rng.choice(dims)
     options = [
         f"{x}.permute({', '.join(map(str, order))})", f"{x}.permute({order})", f"torch.permute({x}, {tuple(order)})",
-        f"{x}.transpose({a}, {b})", f"{x}.flatten({d.choose(0, 1)})", f"torch.flatten({x}, 1)", f"{x}.reshape({x}.shape[0], -1)",
-        f"{x}.reshape(-1)", f"{x}.view({x}.size(0), -1)", f"{x}.reshape({shape[0]}, -1)", f"{x}.unsqueeze({a})", f"{x}[None]", f"{x}[..., None]",
-        f"{x}.squeeze()", f"{x}.squeeze({a})", f"{x}.flip({a})", f"{x}.roll(1, {a})", f"{x}.contiguous()", f"{x}.clone()", f"{x}.detach()",
-        f"{x}.reshape(-1, {shape[-1]})", f"{x}.movedim({a}, {b})", f"{x}.mT", f"{x}.repeat({', '.join(['1'] * (len(dims) - 1) + ['2'])})", f"{x}.repeat_interleave(2, {a})",
-        f"{x}.unflatten({a}, (1, -1))", f"torch.tile({x}, (2,))", f"{x}.expand(2, {', '.join(['-1'] * len(dims))})", f"{x}.rot90(1, ({a}, {b}))", f"torch.einsum('...ij->...ji', {x})",
-        f"{x}.ravel()", f"{x}.swapaxes({a}, {b})", f"{x}.tril()", f"torch.broadcast_to({x}, (2, {', '.join(map(str, shape))}))", f"{x}.view_as({x})",
+        f"{x}.transpose({a}, {b})", f"{x}.flatten({d.choose(0, 1)})", f"torch.flatten({x}, 1)",
+        f"{x}.reshape({x}.shape[0], -1)",
+        f"{x}.reshape(-1)", f"{x}.view({x}.size(0), -1)", f"{x}.reshape({shape[0]}, -1)", f"{x}.unsqueeze({a})",
+        f"{x}[None]", f"{x}[..., None]",
+        f"{x}.squeeze()", f"{x}.squeeze({a})", f"{x}.flip({a})", f"{x}.roll(1, {a})", f"{x}.contiguous()",
+        f"{x}.clone()", f"{x}.detach()",
+        f"{x}.reshape(-1, {shape[-1]})", f"{x}.movedim({a}, {b})", f"{x}.mT",
+        f"{x}.repeat({', '.join(['1'] * (len(dims) - 1) + ['2'])})", f"{x}.repeat_interleave(2, {a})",
+        f"{x}.unflatten({a}, (1, -1))", f"torch.tile({x}, (2,))", f"{x}.expand(2, {', '.join(['-1'] * len(dims))})",
+        f"{x}.rot90(1, ({a}, {b}))", f"torch.einsum('...ij->...ji', {x})",
+        f"{x}.ravel()", f"{x}.swapaxes({a}, {b})", f"{x}.tril()",
+        f"torch.broadcast_to({x}, (2, {', '.join(map(str, shape))}))", f"{x}.view_as({x})",
         f"{x}.resolve_conj()", f"torch.atleast_3d({x})", f"{x}.diagonal(dim1={a}, dim2={b})",
     ]  # fmt: skip
     if len(shape) == 4:
@@ -459,7 +505,10 @@ def shaping(d: Draft) -> None:
     if len(shape) == 2:
         options += [f"{x}.t()", f"{x}[:, :, None, None]", f"{x}.unsqueeze(1)", f"{x}.view(-1, {shape[1]}, 1)"]
     if len(shape) > 1:
-        options += [f"{x}.view({x}.shape[0], {shape[1]}, -1)", f"{x}.view(-1, 2, {shape[1] // 2}{''.join(f', {s}' for s in shape[2:])})"]
+        options += [
+            f"{x}.view({x}.shape[0], {shape[1]}, -1)",
+            f"{x}.view(-1, 2, {shape[1] // 2}{''.join(f', {s}' for s in shape[2:])})",
+        ]
     d.let(d.rng.choice(options))
 
 
@@ -469,10 +518,14 @@ def slicing(d: Draft) -> None:
     size = d.shape(x)[1]
     half = max(size // 2, 1)
     d.let(d.choose(
-        f"{x}[:, :{half}]", f"{x}[:, ::2]", f"{x}[:, -1]", f"{x}[..., 1:]", f"{x}[..., ::2]", f"{x}[0]", f"{x}[:1]", f"{x}[-1:]", f"{x}[..., -1]",
-        f"{x}.narrow(1, 0, {half})", f"{x}.select(1, 0)", f"{x}[:, [0, -1]]", f"{x}[:, torch.tensor([0, {size - 1}])]", f"{x}.index_select(1, torch.tensor([0]))",
-        f"{x}[..., :-1]", f"{x}[:, :, 1:-1]", f"{x}.unfold(-1, 2, 1)", f"torch.take_along_dim({x}, torch.zeros_like({x}, dtype=torch.long), 1)", f"{x}[{x}.shape[0] - 1]",
-        f"{x}.gather(1, torch.zeros_like({x}, dtype=torch.long))", f"{x}[:, 1:] - {x}[:, :-1]", f"{x}[:, torch.arange({size}) % 2 == 0]",
+        f"{x}[:, :{half}]", f"{x}[:, ::2]", f"{x}[:, -1]", f"{x}[..., 1:]", f"{x}[..., ::2]", f"{x}[0]", f"{x}[:1]",
+        f"{x}[-1:]", f"{x}[..., -1]",
+        f"{x}.narrow(1, 0, {half})", f"{x}.select(1, 0)", f"{x}[:, [0, -1]]",
+        f"{x}[:, torch.tensor([0, {size - 1}])]", f"{x}.index_select(1, torch.tensor([0]))",
+        f"{x}[..., :-1]", f"{x}[:, :, 1:-1]", f"{x}.unfold(-1, 2, 1)",
+        f"torch.take_along_dim({x}, torch.zeros_like({x}, dtype=torch.long), 1)", f"{x}[{x}.shape[0] - 1]",
+        f"{x}.gather(1, torch.zeros_like({x}, dtype=torch.long))", f"{x}[:, 1:] - {x}[:, :-1]",
+        f"{x}[:, torch.arange({size}) % 2 == 0]",
     ))  # fmt: skip
 
 
@@ -482,8 +535,11 @@ def joining(d: Draft) -> None:
     y = d.like(x)
     axis = d.choose(0, 1, 1, -1)
     d.let(d.choose(
-        f"torch.cat([{x}, {y}], {axis})", f"torch.cat([{x}, {y}], {axis})", f"torch.cat(({x}, {x} * 2, {y}), dim=1)", f"torch.stack([{x}, {y}], {axis})",
-        f"torch.cat([{x}, torch.zeros_like({y})], 1)", f"torch.hstack([{x}, {y}])", f"torch.cat([{x}, {y}[:, :1]], 1)", f"torch.cat([{x}, torch.ones({', '.join(map(str, (d.shape(x)[0], 1, *d.shape(x)[2:])))})], 1)",
+        f"torch.cat([{x}, {y}], {axis})", f"torch.cat([{x}, {y}], {axis})", f"torch.cat(({x}, {x} * 2, {y}), dim=1)",
+        f"torch.stack([{x}, {y}], {axis})",
+        f"torch.cat([{x}, torch.zeros_like({y})], 1)", f"torch.hstack([{x}, {y}])",
+        f"torch.cat([{x}, {y}[:, :1]], 1)",
+        f"torch.cat([{x}, torch.ones({', '.join(map(str, (d.shape(x)[0], 1, *d.shape(x)[2:])))})], 1)",
         f"torch.concat([{x}, F.relu({y})], axis={axis})", f"torch.vstack([{x}, {y}])",
     ))  # fmt: skip
 
@@ -493,10 +549,20 @@ def splitting(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() >= 2 and v.shape[1] > 1)
     size = d.shape(x)[1]
     first = d.rng.randint(1, size - 1)
-    text = d.choose(f"{x}.chunk(2, 1)", f"torch.chunk({x}, 2, dim=1)", f"{x}.split([{first}, {size - first}], 1)", f"torch.split({x}, {(size + 1) // 2}, 1)",
+    text = d.choose(f"{x}.chunk(2, 1)", f"torch.chunk({x}, 2, dim=1)", f"{x}.split([{first}, {size - first}], 1)",
+                    f"torch.split({x}, {(size + 1) // 2}, 1)",
                     f"torch.tensor_split({x}, 2, dim=1)", f"{x}.view({x}.shape[0], 2, -1).unbind(1)")  # fmt: skip
     a, b = d.lets(text, 2)
-    d.let(d.choose(f"torch.cat([{b}, {a}], 1)", f"torch.cat([{a}, {b}.relu()], 1)", f"{a} * {b}", f"{a} + {b}", f"{a} * torch.sigmoid({b})", f"{b}"))
+    d.let(
+        d.choose(
+            f"torch.cat([{b}, {a}], 1)",
+            f"torch.cat([{a}, {b}.relu()], 1)",
+            f"{a} * {b}",
+            f"{a} + {b}",
+            f"{a} * torch.sigmoid({b})",
+            f"{b}",
+        )
+    )
 
 
 # Memory
@@ -508,20 +574,33 @@ def fresh_write(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() >= 2)
     shape = d.shape(x)
     fresh = d.let(d.choose(
-        f"torch.zeros_like({x})", f"{x}.new_zeros({x}.shape)", f"torch.zeros({x}.shape)", f"torch.zeros({', '.join(map(str, shape))})", f"torch.ones_like({x})",
-        f"torch.full({x}.shape, 0.5)", f"torch.full_like({x}, -1.0)", f"{x}.new_ones({shape})", f"{x}.new_full({x}.shape, 2.0)", f"torch.empty_like({x}).zero_()",
-        f"torch.zeros({x}.shape[0], {', '.join(map(str, shape[1:]))})", f"torch.ones({', '.join(map(str, shape))}, dtype=torch.float32)",
+        f"torch.zeros_like({x})", f"{x}.new_zeros({x}.shape)", f"torch.zeros({x}.shape)",
+        f"torch.zeros({', '.join(map(str, shape))})", f"torch.ones_like({x})",
+        f"torch.full({x}.shape, 0.5)", f"torch.full_like({x}, -1.0)", f"{x}.new_ones({shape})",
+        f"{x}.new_full({x}.shape, 2.0)", f"torch.empty_like({x}).zero_()",
+        f"torch.zeros({x}.shape[0], {', '.join(map(str, shape[1:]))})",
+        f"torch.ones({', '.join(map(str, shape))}, dtype=torch.float32)",
     ))  # fmt: skip
     half = max(shape[1] // 2, 1)
     writes = (
-        f"{fresh}.copy_({x})", f"{fresh}.add_({x})", f"{fresh} += {x}", f"{fresh}[...] = {x}", f"{fresh}[:, :{half}] = {x}[:, :{half}]", f"{fresh}[:, {half}:] += {x}[:, {half}:]",
-        f"{fresh}[:, 0] = {x}[:, -1]", f"{fresh}[0] = {x}[0]", f"{fresh}.index_put_((torch.tensor([0]),), {x}[:1], accumulate=True)", f"{fresh}[..., 1:] = {x}[..., :-1]",
-        f"{fresh}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})", f"{fresh}.scatter_(1, torch.zeros({shape[0]}, 1{', 1' * (len(shape) - 2)}, dtype=torch.long), 3.0)",
-        f"{fresh}.index_add_(1, torch.tensor([0]), {x}[:, :1])", f"{fresh}.scatter_reduce_(1, torch.zeros_like({x}, dtype=torch.long), {x}, 'amax')", f"{fresh}.masked_fill_({x} > 0, 2.0)",
-        f"torch.add({x}, 1.0, out={fresh})", f"torch.mul({x}, 0.5, out={fresh})", f"{fresh}.view(-1)[0] = 5.0", f"{fresh}.transpose(0, 1).add_({x}.transpose(0, 1))", f"{fresh}.diagonal().fill_(4.0)",
-        f"{fresh}.tril_()", f"{fresh}.mul_({x}).add_(1)", f"{fresh}.index_copy_(1, torch.tensor([0]), {x}[:, :1])", f"{fresh}[:, :1].copy_({x}[:, :1])", f"{fresh}.fill_(0.25)", f"{fresh}.lerp_({x}, 0.5)",
-        f"{fresh}.addcmul_({x}, {x})", f"{fresh}.masked_scatter_({x} > 0, {x})", f"{fresh}.put_(torch.tensor([0, 1]), {x}.reshape(-1)[:2], accumulate=True)", f"{fresh}.select(1, 0).add_({x}.select(1, 0))",
-        f"{fresh}.narrow(1, 0, 1).copy_({x}.narrow(1, 0, 1))", f"{fresh}.unsqueeze(0)[0].add_({x})", f"{fresh}.sub_({x}).relu_()",
+        f"{fresh}.copy_({x})", f"{fresh}.add_({x})", f"{fresh} += {x}", f"{fresh}[...] = {x}",
+        f"{fresh}[:, :{half}] = {x}[:, :{half}]", f"{fresh}[:, {half}:] += {x}[:, {half}:]",
+        f"{fresh}[:, 0] = {x}[:, -1]", f"{fresh}[0] = {x}[0]",
+        f"{fresh}.index_put_((torch.tensor([0]),), {x}[:1], accumulate=True)", f"{fresh}[..., 1:] = {x}[..., :-1]",
+        f"{fresh}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})",
+        f"{fresh}.scatter_(1, torch.zeros({shape[0]}, 1{', 1' * (len(shape) - 2)}, dtype=torch.long), 3.0)",
+        f"{fresh}.index_add_(1, torch.tensor([0]), {x}[:, :1])",
+        f"{fresh}.scatter_reduce_(1, torch.zeros_like({x}, dtype=torch.long), {x}, 'amax')",
+        f"{fresh}.masked_fill_({x} > 0, 2.0)",
+        f"torch.add({x}, 1.0, out={fresh})", f"torch.mul({x}, 0.5, out={fresh})", f"{fresh}.view(-1)[0] = 5.0",
+        f"{fresh}.transpose(0, 1).add_({x}.transpose(0, 1))", f"{fresh}.diagonal().fill_(4.0)",
+        f"{fresh}.tril_()", f"{fresh}.mul_({x}).add_(1)", f"{fresh}.index_copy_(1, torch.tensor([0]), {x}[:, :1])",
+        f"{fresh}[:, :1].copy_({x}[:, :1])", f"{fresh}.fill_(0.25)", f"{fresh}.lerp_({x}, 0.5)",
+        f"{fresh}.addcmul_({x}, {x})", f"{fresh}.masked_scatter_({x} > 0, {x})",
+        f"{fresh}.put_(torch.tensor([0, 1]), {x}.reshape(-1)[:2], accumulate=True)",
+        f"{fresh}.select(1, 0).add_({x}.select(1, 0))",
+        f"{fresh}.narrow(1, 0, 1).copy_({x}.narrow(1, 0, 1))", f"{fresh}.unsqueeze(0)[0].add_({x})",
+        f"{fresh}.sub_({x}).relu_()",
     )  # fmt: skip
     for line in d.rng.sample(writes, d.choose(1, 1, 2)):
         d.do(line)
@@ -539,16 +618,24 @@ def view_write(d: Draft) -> None:
     dims = len(shape)
     half = max(shape[1] // 2, 1)
     view = d.let(d.choose(
-        f"{x}.view({x}.shape[0], -1)", f"{x}.view(-1)", f"{x}[:, ::2]", f"{x}[:, :{half}]", f"{x}.transpose(0, 1)", f"{x}.permute({', '.join(map(str, reversed(range(dims))))})",
-        f"{x}.unsqueeze(0)", f"{x}.squeeze()", f"{x}.chunk(2, 1)[0]", f"{x}.split(1, 1)[0]", f"{x}.unbind(1)[0]", f"{x}.select(1, 0)", f"{x}.narrow(1, 0, {half})", f"{x}.diagonal()",
-        f"{x}.as_strided(({shape[0]},), (1,))", f"torch.einsum('{'abcde'[:dims]}->{'abcde'[:dims][::-1]}', {x})", f"{x}.detach()", f"{x}.view_as({x})", f"{x}[0]", f"{x}[..., 0]", f"{x}.reshape(-1)",
-        f"{x}.flatten(1)", f"{x}.contiguous()", f"{x}.movedim(0, -1)", f"{x}.mT", f"torch.dsplit({x}, [1])[0]", f"torch.hsplit({x}, [1])[0]", f"{x}.unfold(1, 1, 1)", f"{x}.expand_as({x})", f"{x}.swapaxes(0, 1)",
-        f"{x}.unflatten(1, (1, -1))", f"torch.view_as_real(torch.view_as_complex({x}.unsqueeze(-1).expand(*{x}.shape, 2).contiguous()))", f"{x}.to(torch.float32)", f"{x}.float()", f"{x}",
+        f"{x}.view({x}.shape[0], -1)", f"{x}.view(-1)", f"{x}[:, ::2]", f"{x}[:, :{half}]", f"{x}.transpose(0, 1)",
+        f"{x}.permute({', '.join(map(str, reversed(range(dims))))})",
+        f"{x}.unsqueeze(0)", f"{x}.squeeze()", f"{x}.chunk(2, 1)[0]", f"{x}.split(1, 1)[0]", f"{x}.unbind(1)[0]",
+        f"{x}.select(1, 0)", f"{x}.narrow(1, 0, {half})", f"{x}.diagonal()",
+        f"{x}.as_strided(({shape[0]},), (1,))", f"torch.einsum('{'abcde'[:dims]}->{'abcde'[:dims][::-1]}', {x})",
+        f"{x}.detach()", f"{x}.view_as({x})", f"{x}[0]", f"{x}[..., 0]", f"{x}.reshape(-1)",
+        f"{x}.flatten(1)", f"{x}.contiguous()", f"{x}.movedim(0, -1)", f"{x}.mT", f"torch.dsplit({x}, [1])[0]",
+        f"torch.hsplit({x}, [1])[0]", f"{x}.unfold(1, 1, 1)", f"{x}.expand_as({x})", f"{x}.swapaxes(0, 1)",
+        f"{x}.unflatten(1, (1, -1))",
+        f"torch.view_as_real(torch.view_as_complex({x}.unsqueeze(-1).expand(*{x}.shape, 2).contiguous()))",
+        f"{x}.to(torch.float32)", f"{x}.float()", f"{x}",
         f"{x}.data", f"torch.ravel({x})", f"{x}.T" if dims == 2 else f"{x}.mH", f"torch.tensor_split({x}, 2, 1)[0]",
     ))  # fmt: skip
     d.do(d.choose(
-        f"{view}.mul_(2)", f"{view}.zero_()", f"{view}.add_(1)", f"{view}.relu_()", f"{view}.clamp_(-0.5, 0.5)", f"{view}.fill_(0.5)", f"{view}.neg_()", f"{view} *= 0.5", f"{view}.sigmoid_()",
-        f"{view}[...] = 1.0", f"{view}[0] = 0.25", f"F.relu({view}, inplace=True)", f"{view}.copy_({view} * 2)", f"{view}.sub_({view}.mean())", f"{view}.masked_fill_({view} > 0, 0.1)", f"{view}.exp_()",
+        f"{view}.mul_(2)", f"{view}.zero_()", f"{view}.add_(1)", f"{view}.relu_()", f"{view}.clamp_(-0.5, 0.5)",
+        f"{view}.fill_(0.5)", f"{view}.neg_()", f"{view} *= 0.5", f"{view}.sigmoid_()",
+        f"{view}[...] = 1.0", f"{view}[0] = 0.25", f"F.relu({view}, inplace=True)", f"{view}.copy_({view} * 2)",
+        f"{view}.sub_({view}.mean())", f"{view}.masked_fill_({view} > 0, 0.1)", f"{view}.exp_()",
         f"torch.relu_({view})", f"F.leaky_relu_({view}, 0.1)", f"F.hardtanh_({view}, -0.5, 0.5)", f"{view} += 1",
     ))  # fmt: skip
     if d.chance(0.7):
@@ -592,11 +679,19 @@ def state(d: Draft) -> None:
     elif kind == "sums":
         b = d.buffer(f"torch.zeros({c})")
         dims = (0, *range(2, d.value(x).dim()))
-        d.do(d.choose(f"{b} += {x}.detach().mean({dims})", f"{b}.copy_({x}.mean({dims}))", f"{b}.lerp_({x}.mean({dims}), 0.1)"))
+        d.do(
+            d.choose(
+                f"{b} += {x}.detach().mean({dims})", f"{b}.copy_({x}.mean({dims}))", f"{b}.lerp_({x}.mean({dims}), 0.1)"
+            )
+        )
         d.let(f"{x} + {b}.view(1, -1{', 1' * (d.value(x).dim() - 2)})")
     else:
         b = d.buffer("torch.zeros(4)")
-        d.do(d.choose(f"{b}[0] += 1", f"{b}[1:3] = {x}.mean()", f"{b}.index_add_(0, torch.tensor([1]), {x}.mean().reshape(1))"))
+        d.do(
+            d.choose(
+                f"{b}[0] += 1", f"{b}[1:3] = {x}.mean()", f"{b}.index_add_(0, torch.tensor([1]), {x}.mean().reshape(1))"
+            )
+        )
         d.let(f"{x} * ({b}.sum() + 1)")
     d.stateful = True
 
@@ -606,11 +701,19 @@ def chance(d: Draft) -> None:
     """Random numbers, in eval mode too."""
     x = d.pick(where=lambda v: v.dim() >= 1)
     d.let(d.choose(
-        f"F.dropout({x}, 0.3, training=True)", f"{x} + 0.1 * torch.rand_like({x})", f"{x} + 0.1 * torch.randn_like({x})", f"{x} * torch.bernoulli(torch.full_like({x}, 0.7))",
-        f"{x} + torch.randn({x}.shape) * 0.1", f"torch.normal({x}, 0.1)", f"{x} * torch.empty_like({x}).bernoulli_(0.5)", f"{x}[torch.randperm({x}.shape[0])]",
-        f"{x} + torch.empty({x}.shape).uniform_(-0.1, 0.1)", f"{x} * (torch.rand({x}.shape) < 0.8)", f"F.rrelu({x}, training=True)", f"{x} + torch.randint_like({x}, 0, 2)", f"{x} + torch.zeros_like({x}).normal_(0, 0.1)",
-        f"F.alpha_dropout({x}, 0.2, training=True)", f"{x} * torch.bernoulli({x}.sigmoid())", f"{x} + torch.poisson(torch.ones_like({x}))", f"{x} + torch.multinomial(torch.ones(4), 1)", f"F.gumbel_softmax({x}, dim=-1)",
-        f"F.dropout(torch.ones_like({x}), 0.5, training=True) * {x}", f"F.feature_dropout({x}, 0.5, training=True)" if d.chance(0.1) else f"F.dropout1d({x}, 0.5, training=True)", f"{x} + torch.rand(1)",
+        f"F.dropout({x}, 0.3, training=True)", f"{x} + 0.1 * torch.rand_like({x})",
+        f"{x} + 0.1 * torch.randn_like({x})", f"{x} * torch.bernoulli(torch.full_like({x}, 0.7))",
+        f"{x} + torch.randn({x}.shape) * 0.1", f"torch.normal({x}, 0.1)",
+        f"{x} * torch.empty_like({x}).bernoulli_(0.5)", f"{x}[torch.randperm({x}.shape[0])]",
+        f"{x} + torch.empty({x}.shape).uniform_(-0.1, 0.1)", f"{x} * (torch.rand({x}.shape) < 0.8)",
+        f"F.rrelu({x}, training=True)", f"{x} + torch.randint_like({x}, 0, 2)",
+        f"{x} + torch.zeros_like({x}).normal_(0, 0.1)",
+        f"F.alpha_dropout({x}, 0.2, training=True)", f"{x} * torch.bernoulli({x}.sigmoid())",
+        f"{x} + torch.poisson(torch.ones_like({x}))", f"{x} + torch.multinomial(torch.ones(4), 1)",
+        f"F.gumbel_softmax({x}, dim=-1)",
+        f"F.dropout(torch.ones_like({x}), 0.5, training=True) * {x}",
+        f"F.feature_dropout({x}, 0.5, training=True)" if d.chance(0.1) else f"F.dropout1d({x}, 0.5, training=True)",
+        f"{x} + torch.rand(1)",
         f"{x} + torch.randint(0, 3, (1,))", f"{x} + torch.bernoulli(torch.full((1,), 0.5))",
     ))  # fmt: skip
     d.random = True
@@ -620,7 +723,15 @@ def chance(d: Draft) -> None:
 def chance_of_buffer(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() >= 1)
     b = d.buffer(f"torch.rand({d.shape(x)[-1]})")
-    d.let(d.choose(f"{x} * F.dropout({b}, 0.5, training=True)", f"{x} * torch.bernoulli({b})", f"{x} + torch.randn_like({b})", f"{x} + torch.normal({b}, 0.1)", f"{x} + {b} * torch.rand(())"))
+    d.let(
+        d.choose(
+            f"{x} * F.dropout({b}, 0.5, training=True)",
+            f"{x} * torch.bernoulli({b})",
+            f"{x} + torch.randn_like({b})",
+            f"{x} + torch.normal({b}, 0.1)",
+            f"{x} + {b} * torch.rand(())",
+        )
+    )
     d.random = True
 
 
@@ -631,10 +742,17 @@ def chance_of_buffer(d: Draft) -> None:
 def dtypes(d: Draft) -> None:
     x = d.pick()
     d.let(d.choose(
-        f"{x}.half().float()", f"{x}.double().float()", f"({x}.double() * 2).to(torch.float32)", f"{x}.to(torch.bfloat16).float()", f"{x}.type(torch.float64).float()", f"{x}.int().float()", f"({x} * 4).long().to({x}.dtype)",
-        f"({x} > 0).float()", f"({x} > 0.2).to({x}) * {x}", f"{x} * ({x} > 0)", f"torch.where({x} > 0, {x}, torch.zeros_like({x}))", f"{x}.masked_fill({x} > 1, 0.5)", f"{x}.bool().float()", f"({x} * 3).to(torch.int32) + {x}",
-        f"{x}.half().to({x}.dtype)", f"torch.where({x} < 0, 0.1, {x})", f"{x}.type_as({x})", f"{x}.to({x})", f"torch.sum({x}, -1, dtype=torch.float64).float()", f"{x}.argmax(-1).float()", f"({x} != 0).any(-1).float()",
-        f"F.one_hot({x}.argmax(-1), {max(d.shape(x)[-1:] or (1,))}).float()", f"{x}.clamp(0, 20).to(torch.uint8).float()", f"{x}.nan_to_num()", f"{x}.isnan().logical_not().float() * {x}", f"{x}.type(torch.FloatTensor)",
+        f"{x}.half().float()", f"{x}.double().float()", f"({x}.double() * 2).to(torch.float32)",
+        f"{x}.to(torch.bfloat16).float()", f"{x}.type(torch.float64).float()", f"{x}.int().float()",
+        f"({x} * 4).long().to({x}.dtype)",
+        f"({x} > 0).float()", f"({x} > 0.2).to({x}) * {x}", f"{x} * ({x} > 0)",
+        f"torch.where({x} > 0, {x}, torch.zeros_like({x}))", f"{x}.masked_fill({x} > 1, 0.5)", f"{x}.bool().float()",
+        f"({x} * 3).to(torch.int32) + {x}",
+        f"{x}.half().to({x}.dtype)", f"torch.where({x} < 0, 0.1, {x})", f"{x}.type_as({x})", f"{x}.to({x})",
+        f"torch.sum({x}, -1, dtype=torch.float64).float()", f"{x}.argmax(-1).float()", f"({x} != 0).any(-1).float()",
+        f"F.one_hot({x}.argmax(-1), {max(d.shape(x)[-1:] or (1,))}).float()",
+        f"{x}.clamp(0, 20).to(torch.uint8).float()", f"{x}.nan_to_num()", f"{x}.isnan().logical_not().float() * {x}",
+        f"{x}.type(torch.FloatTensor)",
     ))  # fmt: skip
 
 
@@ -644,8 +762,13 @@ def bits(d: Draft) -> None:
     x = d.pick()
     y = d.like(x)
     d.let(d.choose(
-        f"torch.complex({x}, {y}).conj().imag", f"torch.complex({x}, {y}).conj().imag * 1.0", f"torch.complex({x}, {y}).abs()", f"torch.fft.rfft({x}).abs()", f"torch.fft.fft({x}).conj().imag", f"torch.view_as_real(torch.complex({x}, {y}).conj_physical()).sum(-1)",
-        f"torch.complex({x}, {y}).conj().imag.contiguous()", f"torch.fft.irfft(torch.fft.rfft({x}), n={(d.shape(x) or (1,))[-1]})", f"(torch.complex({x}, {y}) * torch.complex({y}, {x})).real", f"torch.polar({x}, {y}).imag", f"torch._neg_view({x})",
+        f"torch.complex({x}, {y}).conj().imag", f"torch.complex({x}, {y}).conj().imag * 1.0",
+        f"torch.complex({x}, {y}).abs()", f"torch.fft.rfft({x}).abs()", f"torch.fft.fft({x}).conj().imag",
+        f"torch.view_as_real(torch.complex({x}, {y}).conj_physical()).sum(-1)",
+        f"torch.complex({x}, {y}).conj().imag.contiguous()",
+        f"torch.fft.irfft(torch.fft.rfft({x}), n={(d.shape(x) or (1,))[-1]})",
+        f"(torch.complex({x}, {y}) * torch.complex({y}, {x})).real", f"torch.polar({x}, {y}).imag",
+        f"torch._neg_view({x})",
         f"torch.resolve_neg(torch.complex({x}, {y}).conj().imag)",
     ))  # fmt: skip
 
@@ -657,9 +780,18 @@ def bits(d: Draft) -> None:
 def loop(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() in (2, 3, 4))
     shape = d.shape(x)
-    layer = d.module(f"Linear({shape[-1]}, {shape[-1]})" if len(shape) == 2 or d.chance(0.3) else f"Conv{len(shape) - 2}d({shape[1]}, {shape[1]}, {d.choose('1', '3, padding=1')})")
+    layer = d.module(
+        f"Linear({shape[-1]}, {shape[-1]})"
+        if len(shape) == 2 or d.chance(0.3)
+        else f"Conv{len(shape) - 2}d({shape[1]}, {shape[1]}, {d.choose('1', '3, padding=1')})"
+    )
     name = d.let(d.choose(x, f"{x} * 0.5"))
-    body = d.choose(f"{name} = {layer}({name})", f"{name} = {name} + {layer}({name})", f"{name} = F.relu({layer}({name}))", f"{name} = torch.tanh({layer}({name})) + {x}")
+    body = d.choose(
+        f"{name} = {layer}({name})",
+        f"{name} = {name} + {layer}({name})",
+        f"{name} = F.relu({layer}({name}))",
+        f"{name} = torch.tanh({layer}({name})) + {x}",
+    )
     d.do(f"for i in range({d.choose('2', '3', '2', f'{name}.shape[0]')}):\n    {body}")
 
 
@@ -677,9 +809,19 @@ def branch(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() >= 2)
     w = d.shape(x)[-1]
     layer = d.module(f"Linear({w}, {w})")
-    condition = d.choose(f"{x}.shape[0] > 1", f"{x}.shape[0] % 2 == 0", f"{x}.shape[-1] > 4", f"{x}.dim() == {d.value(x).dim()}", f"{x}.sum() > 0", "self.training", f"{x}.is_contiguous()", f"{x}.numel() > 64")
+    condition = d.choose(
+        f"{x}.shape[0] > 1",
+        f"{x}.shape[0] % 2 == 0",
+        f"{x}.shape[-1] > 4",
+        f"{x}.dim() == {d.value(x).dim()}",
+        f"{x}.sum() > 0",
+        "self.training",
+        f"{x}.is_contiguous()",
+        f"{x}.numel() > 64",
+    )
     name = d.let(x)
-    d.do(f"if {condition}:\n    {name} = {layer}({name})\nelse:\n    {name} = {d.choose(f'{name} * 0.5', f'F.relu({layer}({name}))')}")
+    otherwise = d.choose(f"{name} * 0.5", f"F.relu({layer}({name}))")
+    d.do(f"if {condition}:\n    {name} = {layer}({name})\nelse:\n    {name} = {otherwise}")
 
 
 @rule(4)
@@ -695,20 +837,29 @@ def shared(d: Draft) -> None:
 @rule(1)
 def closure(d: Draft) -> None:
     x = d.pick(where=lambda v: v.dim() >= 1)
-    d.let(d.choose(f"(lambda t: t.relu() + 1)({x})", f"[t * 2 for t in [{x}]][0]", f"{{'a': {x}}}['a'].abs()", f"max([{x}], key=lambda t: t.shape[0]) * 1.0"))
+    d.let(
+        d.choose(
+            f"(lambda t: t.relu() + 1)({x})",
+            f"[t * 2 for t in [{x}]][0]",
+            f"{{'a': {x}}}['a'].abs()",
+            f"max([{x}], key=lambda t: t.shape[0]) * 1.0",
+        )
+    )
 
 
 # Programs
 
 _KINDS = {
-    "image": ("N", "C", "H", "W"), "image2": ("N", "C", "H", "W"), "signal": ("N", "C", "L"), "volume": ("N", "C", "D", "H", "W"), "tokens": ("N", "T", "E"), "vector": ("N", "E"), "ids": ("N", "T"),
+    "image": ("N", "C", "H", "W"), "image2": ("N", "C", "H", "W"), "signal": ("N", "C", "L"),
+    "volume": ("N", "C", "D", "H", "W"), "tokens": ("N", "T", "E"), "vector": ("N", "E"), "ids": ("N", "T"),
 }  # fmt: skip
 
 
 def _sizes(rng: random.Random) -> dict[str, int]:
     side = (1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 12)
     return {
-        "N": rng.choice((1, 1, 2, 2, 3, 4, 5, 8)), "C": rng.choice(CHANNELS), "H": rng.choice(side), "W": rng.choice(side), "D": rng.choice((1, 2, 3, 4)),
+        "N": rng.choice((1, 1, 2, 2, 3, 4, 5, 8)), "C": rng.choice(CHANNELS), "H": rng.choice(side),
+        "W": rng.choice(side), "D": rng.choice((1, 2, 3, 4)),
         "L": rng.choice((1, 2, 3, 5, 8, 12, 16, 24)), "T": rng.choice((1, 2, 3, 5, 7)), "E": rng.choice(WIDTHS),
     }  # fmt: skip
 
@@ -726,7 +877,8 @@ def _tensor(dims: tuple[str, ...], sizes: dict[str, int], rng: random.Random, pl
         form = "channels_last" if len(shape) == 4 else "channels_last_3d"
         return f"torch.randn({listed}).to(memory_format=torch.{form})"
     if draw < 0.84:
-        return f"torch.randn({', '.join(map(str, reversed(shape)))}).permute({', '.join(map(str, reversed(range(len(shape)))))})"
+        turned, order = reversed(shape), reversed(range(len(shape)))
+        return f"torch.randn({', '.join(map(str, turned))}).permute({', '.join(map(str, order))})"
     if draw < 0.88:
         return f"torch.randn(1, {', '.join(map(str, shape[1:]))}).expand({listed})"
     if draw < 0.92:
@@ -761,8 +913,10 @@ def _result(d: Draft) -> str:
     if draw < 0.7:
         return last
     return d.choose(
-        f"{last}, {other}", f"({last}, {other})", f'{{"out": {last}, "other": {other}}}', f"[{last}, {other}]", f"({last}, None)", f'{{"out": {last}, "none": None}}', f"({last}, ({other}, [{last}]))", f"({last}, {last})",
-        f"({last}, {last}.shape[0])", f"({last}, {last} > 0)", f"({last}, {last}.argmax(-1))", f"{last}.view({last}.shape)", f"({last}, {last}[:1])",
+        f"{last}, {other}", f"({last}, {other})", f'{{"out": {last}, "other": {other}}}', f"[{last}, {other}]",
+        f"({last}, None)", f'{{"out": {last}, "none": None}}', f"({last}, ({other}, [{last}]))", f"({last}, {last})",
+        f"({last}, {last}.shape[0])", f"({last}, {last} > 0)", f"({last}, {last}.argmax(-1))",
+        f"{last}.view({last}.shape)", f"({last}, {last}[:1])",
     )  # fmt: skip
 
 
@@ -802,7 +956,9 @@ def _attempt(seed: int, rng: random.Random, without: Collection[str]) -> Program
     if not d.statements:
         raise Unusable
     config = rng.choices(("static", "dynamic", "float"), (85, 9, 6))[0]
-    program = Program(seed, tuple(d.parameters), tuple(d.statements), _result(d), tuple(calls), config, d.random, d.stateful)
+    program = Program(
+        seed, tuple(d.parameters), tuple(d.statements), _result(d), tuple(calls), config, d.random, d.stateful
+    )
     with torch.no_grad():
         program.build()(*program.inputs(0))
     return program

@@ -93,9 +93,7 @@ class Program:
         """A script that shows what each backend makes of it."""
         calls = ",\n    ".join(f"lambda: ({', '.join(call)},)" for call in self.calls)
         head = f"# config: {self.config}; random: {self.random}; stateful: {self.stateful}\n"
-        return (
-            f"{head}{HEADER}\n\n{self.source()}\n\nSEED = {self.seed}\nCALLS = [\n    {calls},\n]\n"
-        )
+        return f"{head}{HEADER}\n\n{self.source()}\n\nSEED = {self.seed}\nCALLS = [\n    {calls},\n]\n"
 
     def build(self) -> nn.Module:
         """The model, with weights and running statistics drawn from the seed."""
@@ -131,14 +129,14 @@ def _vary(model: nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, (nn.modules.batchnorm._NormBase,)) and module.running_mean is not None:
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 uniform(module.running_mean, -0.5, 0.5)
                 uniform(module.running_var, 0.5, 2.0)  # type: ignore[arg-type]
-            if isinstance(module, (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)):
-                if module.weight is not None:
-                    uniform(module.weight, 0.5, 1.5)
-                    if module.bias is not None:
-                        uniform(module.bias, -0.5, 0.5)
+            norm = isinstance(module, (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm))
+            if norm and module.weight is not None:
+                uniform(module.weight, 0.5, 1.5)
+            if norm and module.bias is not None:
+                uniform(module.bias, -0.5, 0.5)
 
 
 # Making them
@@ -261,9 +259,7 @@ class Draft:
         else:
             if not self._usable():
                 raise Unusable
-            self.statements.append(
-                Statement(rule.__name__, tuple(self._init), tuple(self._lines), tuple(self._made))
-            )
+            self.statements.append(Statement(rule.__name__, tuple(self._init), tuple(self._lines), tuple(self._made)))
             return True
         del self.names[known:]
         self.random, self.stateful = flags

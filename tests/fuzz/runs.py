@@ -27,7 +27,16 @@ SEEN, UNSEEN = (15.0, 20.0), (30.0, 3.0)
 #: Runs by which a model that draws random numbers is judged.
 DRAWS = 24
 #: What torch raises when a model does not take its inputs.
-REJECTED = (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AttributeError, KeyError, UnboundLocalError)
+REJECTED = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    ZeroDivisionError,
+    AttributeError,
+    KeyError,
+    UnboundLocalError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +45,8 @@ class Finding:
 
     Attributes:
         backend: "prepare", "converted", "rewrite", "torchscript", "onednn", "inductor".
-        kind: "refused" (an error of dbrq's), "error" (any other), "value", "shape", "cost", "repeat", "input", "random",
-            "held", "crash" or "hang"; "refused" alone is no failure.
+        kind: "refused" (an error of dbrq's), "mismatch" (dbrq disagrees with itself), "error" (any other), "value",
+            "shape", "cost", "repeat", "input", "random", "held", "crash" or "hang"; "refused" alone is no failure.
         where: the line of dbrq that raised, or which call.
         detail: the message.
     """
@@ -71,7 +80,9 @@ class Run:
         stage: told what runs next, so that a crash can be attributed.
     """
 
-    def __init__(self, program: Program, backends: Sequence[str], stage: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, program: Program, backends: Sequence[str], stage: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.program, self.backends, self.stage = program, backends, stage
         self.findings: list[Finding] = []
         self.seconds: dict[str, float] = {}
@@ -196,7 +207,9 @@ class Run:
         source = copy.deepcopy(converted) if self.program.stateful else converted
         state = torch.get_rng_state()
         try:
-            lowered = dbrq.rewrite(source, example) if backend == "rewrite" else dbrq.lower(source, example, backend=backend)
+            lowered = (
+                dbrq.rewrite(source, example) if backend == "rewrite" else dbrq.lower(source, example, backend=backend)
+            )
         except Exception as error:
             self._raised(backend, error)
             return
@@ -284,7 +297,9 @@ class Run:
         said = re.findall(r"dbrq: [^\n]*", str(error))  # assertions that graphs and scripts carry
         detail = f"{prefix}{type(error).__name__}: {error}"
         detail = detail if len(detail) < 900 else f"{detail[:300]} ... {detail[-600:]}"
-        if isinstance(error, dbrq.QuantizationError):
+        if isinstance(error, dbrq.MismatchError) or "does not give what the model gives" in str(error):
+            self._add(backend, "mismatch", _words(error), detail)  # dbrq disagrees with itself
+        elif isinstance(error, dbrq.QuantizationError):
             self._add(backend, "refused", f"{_where(error)} {_words(error)}", detail)
         elif said:
             self._add(backend, "refused", _words(said[-1]), detail)
@@ -302,7 +317,11 @@ def scaled(value: Any, factor: float) -> Any:
 def _words(error: object) -> str:
     """The first line of a message, without its numbers and names."""
     text = str(error).partition("\n")[0]
-    return re.sub(r"\d+|(?<=: ).*$|'[^']*'", "_", text)[:70] if not text.startswith("dbrq:") else re.sub(r"\d+", "_", text)[:60]
+    return (
+        re.sub(r"\d+|(?<=: ).*$|'[^']*'", "_", text)[:70]
+        if not text.startswith("dbrq:")
+        else re.sub(r"\d+", "_", text)[:60]
+    )
 
 
 def _where(error: BaseException) -> str:
@@ -319,11 +338,15 @@ def _where(error: BaseException) -> str:
 
 def _same(a: Any, b: Any) -> bool:
     return all(
-        torch.equal(x, y) or (x.shape == y.shape and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))) if isinstance(x, Tensor) else x == y
+        torch.equal(x, y) or (x.shape == y.shape and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)))
+        if isinstance(x, Tensor)
+        else x == y
         for x, y in zip(leaves(a), leaves(b), strict=True)
     )
 
 
-def run(program: Program, backends: Sequence[str] = BACKENDS, stage: Callable[[str], None] = lambda name: None) -> list[Finding]:
+def run(
+    program: Program, backends: Sequence[str] = BACKENDS, stage: Callable[[str], None] = lambda name: None
+) -> list[Finding]:
     """Everything that a program met."""
     return Run(program, backends, stage).run()

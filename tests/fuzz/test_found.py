@@ -1,0 +1,188 @@
+"""What the fuzzer found, each as small as it became: one test per fault, named for it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Call, sqnr
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
+
+import dbrq
+
+BACKENDS = ("rewrite", "torchscript", "onednn")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+
+
+def quantized(model: nn.Module, example: Any, mapping: QConfigMapping | None = None) -> nn.Module:
+    """Calibrated on the example; the float model keeps its state."""
+    return dbrq.quantize(copy.deepcopy(model).eval(), [example], mapping)
+
+
+def lowered(converted: nn.Module, example: Any, backend: str) -> nn.Module:
+    if backend == "rewrite":
+        return dbrq.rewrite(converted, example)
+    return dbrq.lower(converted, example, backend=backend)
+
+
+def runs(model: nn.Module, calls: Sequence[Any]) -> list[Any]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [model(call) for call in calls]
+
+
+class Counter(nn.Module):
+    def __init__(self, assigned: bool) -> None:
+        super().__init__()
+        self.layer, self.assigned = nn.Linear(4, 4), assigned
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigned:
+            self.seen = self.seen * 2
+        else:
+            self.seen.mul_(2)
+        return self.layer(x) + self.seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("assigned", [False, True], ids=["in place", "assigned"])
+def test_state_that_forward_writes_goes_on_from_where_the_converted_model_is(backend: str, assigned: bool) -> None:
+    """An assignment was frozen; runs that check and warm up counted, in the graph and in the converted model."""
+    x = torch.randn(3, 4)
+    model = Counter(assigned)
+    converted = quantized(model, x)
+    try:
+        graph = lowered(converted, x, backend)
+    except dbrq.RewriteError:
+        assert assigned  # may be refused, but not be wrong
+        return
+    assert converted.seen == 2  # type: ignore[comparison-overlap]
+    for result, count in zip(runs(graph, [x, x, x]), (4.0, 8.0, 16.0), strict=True):
+        assert sqnr(model.layer(x).detach() + count, result) > 30
+    assert converted.seen == 2  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("backend", ["converted", *BACKENDS])
+def test_an_empty_batch_of_a_dynamic_model_runs_or_says_why(backend: str) -> None:
+    """The converted model raised a TypeError, its graph torch's own about aminmax."""
+    example = torch.randn(3, 6)
+    converted = quantized(nn.Linear(6, 8), example, DYNAMIC)
+    model = converted if backend == "converted" else lowered(converted, example, backend)
+    try:
+        (result,) = runs(model, [torch.randn(0, 6)])
+    except Exception as error:
+        assert backend != "converted" and "dbrq: " in str(error)
+        return
+    assert result.shape == (0, 8)
+
+
+@pytest.mark.parametrize("backend", ["converted", *BACKENDS])
+def test_an_empty_batch_of_multihead_attention_runs_or_says_why(backend: str) -> None:
+    """``reshape(0, 1, -1, 4)`` is ambiguous."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Call(lambda m, x: m.last(m.attention(x, x, x)[0]), attention=attention, last=nn.Linear(4, 4))
+    example = torch.randn(3, 5, 4)
+    converted = quantized(model, example)
+    run = converted if backend == "converted" else lowered(converted, example, backend)
+    try:
+        (result,) = runs(run, [torch.randn(0, 5, 4)])
+    except Exception as error:
+        assert backend != "converted" and "dbrq: " in str(error)
+        return
+    assert result.shape == (0, 5, 4)
+
+
+def test_none_in_a_dict_survives_torchscript() -> None:
+    """The key went away without a word."""
+    model = Call(lambda m, x: {"out": m.layer(x), "none": None}, layer=nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    try:
+        scripted = lowered(quantized(model, x), x, "torchscript")
+    except dbrq.RewriteError:
+        return
+    assert list(runs(scripted, [x])[0]) == ["out", "none"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_are_exactly_zero_are_no_disagreement(backend: str) -> None:
+    """A convolution that reads padding alone gives 0 in float, and a few 1e-7 where zero points cancel."""
+    model, x = nn.Conv1d(12, 4, 1, stride=4, padding=2, groups=2, bias=False), torch.randn(2, 12, 1)
+    (result,) = runs(lowered(quantized(model, x), x, backend), [x])
+    assert result.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_numbers_may_fall_in_another_order(backend: str) -> None:
+    """``empty_like`` of a channels_last value is filled in another order: the same numbers at other places."""
+    layers = nn.Sequential(nn.Conv3d(1, 1, 1, padding=3), nn.BatchNorm3d(1), nn.ReLU6())
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layers(x)
+        y = torch.cat([y, y[:, :1]], 1)
+        return y * torch.empty_like(y).bernoulli_(0.5)
+
+    model, x = Call(forward, layers=layers), torch.randn(3, 1, 2, 10, 6)
+    graph = lowered(quantized(model, x), x, backend)
+    mean = torch.stack(runs(graph, [x] * 60)).mean(0)
+    assert sqnr(layers.eval()(x).detach().repeat(1, 2, 1, 1, 1) / 2, mean) > 10
+
+
+def test_a_decision_is_asserted_before_what_depends_on_it_runs() -> None:
+    """Another branch with another shape: torch's own error came first."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return m.layer(x)
+        return x * 0.5
+
+    graph = lowered(Call(forward, layer=nn.Linear(1, 1)).eval(), torch.ones(1, 8, 4, 1), "onednn")
+    with pytest.raises(Exception, match="dbrq: this graph holds for one path"):
+        graph(-torch.ones(2, 8, 4, 4))
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
+def test_lowering_leaves_the_random_state_alone(backend: str) -> None:
+    """Also where a model is lowered in parts."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x) + torch.rand(())
+        return m.last(y) if y.sum() > 0 else y
+
+    x = torch.randn(2, 4)
+    converted = quantized(Call(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 4)), x)
+    before = torch.get_rng_state()
+    lowered(converted, x, backend)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activations_behind_a_norm_of_a_padded_line(backend: str) -> None:
+    """A bare AssertionError: a quantization was left without qparams."""
+    conv = nn.Conv1d(1, 8, 3, stride=4, padding=3, padding_mode="reflect")
+    model, x = nn.Sequential(conv, nn.BatchNorm1d(8), nn.LeakyReLU(0.1)).eval(), torch.randn(2, 1, 16)[::2]
+    (result,) = runs(lowered(quantized(model, x), x, backend), [x])
+    assert sqnr(model(x).detach(), result) > 25
+
+
+@pytest.mark.parametrize("backend", ["converted", *BACKENDS])
+def test_out_arguments_are_written(backend: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = F.gelu(m.layer(x))
+        made = torch.zeros_like(y)
+        torch.add(y, 1.0, out=made)
+        made.unsqueeze(0)[0].add_(y)
+        return made
+
+    model, x = Call(forward, layer=nn.Linear(6, 5)).eval(), torch.randn(4, 6)
+    converted = quantized(model, x)
+    run = converted if backend == "converted" else lowered(converted, x, backend)
+    (expected,) = runs(model, [x])
+    for result in runs(run, [x, x]):
+        assert sqnr(expected, result) > 25
