@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_leaves, tree_map
 from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
-from .located import located
+from .located import located, op_of
 from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
@@ -42,6 +42,8 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "nonzero_numpy", "where"})  # fmt: skip
+#: A run that is recorded starts from this seed, so that setting another is noticed.
+SEED = 0x5EED_07_12EC0
 #: How the message of each of the graph's assertions begins.
 ONE_PATH = "dbrq: this graph holds for one path through the model"
 
@@ -374,11 +376,18 @@ class GraphRecorder:
     def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
         """Run a call as the graph has it, so that a wrong spelling shows here."""
         target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+        state = torch.get_rng_state() if torch.initial_seed() != SEED else None
         try:
-            return self.execute(target, *written)
+            result = self.execute(target, *written)
         except ERRORS_OF_CODE as error:
             self.execute(function, *call)  # a mistake of the user's is raised as torch has it
             raise located("writing a call for a graph", error, node) from error
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            raise RewriteError(
+                "forward sets the seed of random numbers, which a graph does not", path=self.path, op=op_of(node),
+                got=user_line(), hint="set it before the model is called",
+            )  # fmt: skip
+        return result
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""

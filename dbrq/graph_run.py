@@ -23,7 +23,7 @@ from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
-from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
+from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, SEED, GraphRecorder, leaves
 from .graph_io import Inputs
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
@@ -65,6 +65,7 @@ class GraphRun(RunCall):
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run the model; returns its output, whose tensors and numbers the recorder knows."""
         previous, active.call = active.call, self
+        torch.manual_seed(SEED)  # who records puts the random state back
         try:
             with torch.no_grad(), self.recorder.watching(), self, self.plainly():
                 return intercepted.module(*args, **kwargs)  # its own hooks are in the graph, and not in the record
@@ -169,6 +170,11 @@ class GraphRun(RunCall):
                 return parts(*args, **kwargs)
         if not reads_values(func):
             return self.recorder.execute(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            raise RewriteError(
+                "a function draws from a generator of its own, which a graph cannot hold", path=self.recorder.path,
+                op=name_of(func), got=user_line(), hint="draw from torch's own generator, or outside of forward",
+            )  # fmt: skip
         if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
             return self._looked_into(func, types, args, kwargs)
         spelling = FUNCTIONS.get(func)
