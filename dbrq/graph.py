@@ -42,8 +42,6 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "nonzero_numpy", "where"})  # fmt: skip
-#: A run that is recorded starts from this seed, so that setting another is noticed.
-SEED = 0x5EED_07_12EC0
 #: How the message of each of the graph's assertions begins.
 ONE_PATH = "dbrq: this graph holds for one path through the model"
 
@@ -108,6 +106,7 @@ class GraphRecorder:
         self.op: str | None = None
         self._known: dict[int, Known] = {}
         self._kept: list[Any] = []  # tensors whose identity must not be reused
+        self._seed = torch.initial_seed()  # setting another is noticed
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
         self._written: Counter[int] = Counter()  # memory that was written to, and how often
@@ -376,7 +375,7 @@ class GraphRecorder:
     def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
         """Run a call as the graph has it, so that a wrong spelling shows here."""
         target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
-        state = torch.get_rng_state() if torch.initial_seed() != SEED else None
+        state = torch.get_rng_state() if torch.initial_seed() != self._seed else None
         try:
             result = self.execute(target, *written)
         except ERRORS_OF_CODE as error:

@@ -23,7 +23,7 @@ from .compute_plans import ComputePlan, asymmetric_padding
 from .containers import tree_leaves, tree_map
 from .decompositions import decomposed
 from .errors import DeviationError, RewriteError
-from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, SEED, GraphRecorder, leaves
+from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
 from .graph_io import Inputs
 from .kernels import along, ints
 from .kernels.script_recurrent import recurrent
@@ -65,7 +65,6 @@ class GraphRun(RunCall):
     def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run the model; returns its output, whose tensors and numbers the recorder knows."""
         previous, active.call = active.call, self
-        torch.manual_seed(SEED)  # who records puts the random state back
         try:
             with torch.no_grad(), self.recorder.watching(), self, self.plainly():
                 return intercepted.module(*args, **kwargs)  # its own hooks are in the graph, and not in the record
