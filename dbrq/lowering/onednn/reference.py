@@ -79,7 +79,7 @@ def sample_of(spec: Spec) -> Sample:
     if spec.kind in ("convolution_forward", "deconvolution_forward", "pooling_forward", "matmul"):
         axis = last if spec.kind == "matmul" else 1
         each = spec.work // max(math.prod(shape), 1) * shape[axis]
-        return Sample.rows_of(shape, axis, max(2, min(12, _ENOUGH // max(each, 1))))
+        return Sample.rows_of(shape, axis, max(2, min(8, _ENOUGH // max(each, 1))))
     if spec.kind == "softmax_forward":
         return Sample.rows_of(shape, spec.axis, 32)
     if spec.kind == "layer_normalization_forward":
