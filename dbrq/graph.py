@@ -184,8 +184,7 @@ class GraphRecorder:
             return self._constant(tensor)
         base = self._bases.get(id(tensor))
         if base is not None:
-            place = tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
-            return self.bind(tensor, self._part_of(base, *place), static=True).node
+            return self.bind(tensor, self._part_of(base, tensor), static=True).node
         name = self._names.get(id(tensor)) or self._fresh("constant")
         if (memory := memory_of(tensor)) is not None and memory not in self._state:
             self._state.add(memory)
@@ -194,9 +193,10 @@ class GraphRecorder:
 
     # Tensors the graph holds
 
-    def _part_of(self, base: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> fx.Node:
-        """A view of a tensor of the model."""
-        args = (self.node_of(base), list(shape), list(strides), offset)
+    def _part_of(self, base: Tensor, part: Tensor) -> fx.Node:
+        """One of the model's tensors as a view of another."""
+        offset = part.storage_offset() - base.storage_offset()
+        args = (self.node_of(base), list(part.shape), list(part.stride()), offset)
         node = self.graph.call_function(torch.as_strided, args)
         self._describe(node)
         return node

@@ -485,6 +485,25 @@ def test_state_lasts_as_in_the_converted_model(name, backend):
                 torch.testing.assert_close(model(x)[1], value)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_keeps_its_digits_in_bfloat16(backend):
+    def case(m: Stateful, x: Tensor) -> Tensor:
+        m.count += 1
+        m.both.add_(m.linear(x))
+        m.both[0].index_put_((torch.tensor([2]),), m.linear(x)[:1])
+        return torch.cat([m.count.view(1), m.both.flatten()])
+
+    inputs = calls(4)
+    with torch.no_grad():
+        quantized = dbrq.quantize(Stateful(case).eval(), inputs[:1])
+        quantized.count.fill_(1000.0)
+        lowered = dbrq.lower(quantized, inputs[0], backend=backend, dtype=torch.bfloat16)
+        for x in inputs:
+            got, expected = lowered(x)[1].float(), quantized(x)[1]
+            torch.testing.assert_close(got[1:], expected[1:], atol=0.1, rtol=0.02)
+        assert abs(got[0] - expected[0]) <= 4  # bfloat16 as it is returned
+
+
 def test_a_state_that_grows_is_refused():
     def grows(m: Stateful, x: Tensor) -> Tensor:
         m.cache = torch.cat([m.cache, x])

@@ -83,8 +83,8 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of what a call gives, found without data; None where that is not to be found."""
 
     def like(n: fx.Node) -> Any:
-        shape, dtype = n.meta.get("shape"), n.meta.get("dtype")
-        return 1 if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+        dtype = n.meta.get("dtype")
+        return 1 if dtype is None else torch.empty(n.meta["shape"], dtype=dtype, device="meta")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), like)
     try:
