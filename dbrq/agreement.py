@@ -173,6 +173,8 @@ class Trial:
 
 # Outcomes
 
+#: How an outcome calls what a call left in the model.
+STATE = "the buffer "
 #: What a call gave: where in the output, among the inputs or the buffers -> a tensor, a number, or a container's class.
 Outcome = Mapping[str, Any]
 
@@ -191,7 +193,7 @@ def outcome(output: Any, inputs: Any = None, buffers: Mapping[str, Tensor] | Non
         _collect(inputs, "the inputs afterwards", changed)
         found.update((path, leaf) for path, leaf in changed.items() if isinstance(leaf, Tensor))
     for name, tensor in (buffers or {}).items():
-        found[f"the buffer {name} afterwards"] = tensor.clone()
+        found[f"{STATE}{name} afterwards"] = tensor.clone()
     return found
 
 
@@ -382,7 +384,7 @@ class Reference(fx.Interpreter):
         self.writes = any(map(writes, nodes.nodes))
         self._weights: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
-        self._held: dict[str, tuple[Tensor, int]] = {}  # path -> a copy, and its version before it was written to
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}  # path -> a copy for one call, and what it is a copy of
         self.changed: set[str] = set()  # paths of the tensors that calls wrote to
         self._nudge: torch.Generator | None = None
         self._forced: Callable[[fx.Node, Any], Any] | None = None
@@ -459,7 +461,7 @@ class Reference(fx.Interpreter):
         finally:
             self._forced = None
         output = _mutable(plain) if self.returned is None else self.returned(plain)
-        changed = {name: held for name, (held, version) in self._held.items() if held._version != version}
+        changed = {name: held for name, (held, before) in self._held.items() if not torch.equal(held, before)}
         self.changed |= set(changed)
         self._held = {}
         return outcome(output, inputs if self.writes else None, changed)
@@ -469,8 +471,7 @@ class Reference(fx.Interpreter):
         if not self.writes or not isinstance(value, Tensor) or value.dtype is torch.int8:
             return value
         if target not in self._held:
-            held = value.clone()
-            self._held[target] = held, held._version
+            self._held[target] = value.clone(), value  # some of torch's ops write without counting a version
         return self._held[target][0]
 
     def run_node(self, node: fx.Node) -> Any:
