@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .mappings import NUMPY_NAMES
 from .symbols import Traced
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and", "or", "xor", "lshift", "rshift")
@@ -55,8 +56,6 @@ _LISTED = {name: getattr(torch.ops.aten, name) for name in ("broadcast_tensors",
 #: Functions that give views, which their schemas do not say -> those of which they do.
 _SAFE = {"unsafe_chunk": "chunk", "unsafe_split": "split", "unsafe_split_with_sizes": "split_with_sizes"}
 _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
-#: numpy's keywords, which torch takes where a parameter has the other name.
-_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 #: Methods that cast, which TorchScript lacks.
 _TO_DTYPE = {
     "bool": torch.bool, "byte": torch.uint8, "char": torch.int8, "short": torch.int16, "int": torch.int32,
@@ -125,7 +124,7 @@ def name_of(function: Any) -> str:
 
 def _renamed(keyword: str, name: str) -> str:
     """A keyword as the function's schemas have it."""
-    other = _ALIASES.get(keyword, keyword)
+    other = NUMPY_NAMES.get(keyword, keyword)
     if other == keyword or any(a.name == keyword for schema in _schemas(name) for a in schema.arguments):
         return keyword
     return other
