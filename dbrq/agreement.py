@@ -461,7 +461,9 @@ class Reference(fx.Interpreter):
         finally:
             self._forced = None
         output = _mutable(plain) if self.returned is None else self.returned(plain)
-        changed = {name: held for name, (held, before) in self._held.items() if not torch.equal(held, before)}
+        changed = {
+            name: held for name, (held, before) in self._held.items() if held._version or not torch.equal(held, before)
+        }
         self.changed |= set(changed)
         self._held = {}
         return outcome(output, inputs if self.writes else None, changed)
