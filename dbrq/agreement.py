@@ -28,6 +28,8 @@ from .op_facts import writes
 #: A form that strays no further than this from the reference, relative to its values, agrees at once: root mean square
 #: of a whole leaf, of a slice of one, and the largest of a slice.
 _CLOSE = (0.01, 0.03, 0.05)
+#: What is no further off agrees however small values are: sums that cancel to 0 in one form need not in another.
+_FLOOR = 1e-6
 #: How many times as far as the nudged reference a form may stray.
 _FACTOR = 3.0
 #: Elements below which a slice is not looked at by itself: too few to know what rounding does there.
@@ -320,7 +322,7 @@ def _other_numbers(path: str, e: Tensor, g: Tensor, samples: Callable[[], Sequen
         map(_rms_of, _slices(error)), map(_largest_of, _slices(error)), map(_rms_of, _slices(e)),
         map(_largest_of, _slices(e)), strict=True,
     )):  # fmt: skip
-        limit, high = size * (_CLOSE[1] if number else _CLOSE[0]), most * _CLOSE[2]
+        limit, high = size * (_CLOSE[1] if number else _CLOSE[0]) + _FLOOR, most * _CLOSE[2] + _FLOOR
         if bool((rms <= limit).all()) and bool((largest <= high).all()):
             continue
         if noise is None:

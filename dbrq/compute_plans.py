@@ -387,7 +387,7 @@ class DynamicLinearPlan(ComputePlan):
         x = plain(bound[0])
         self.require_float32(x)
         if not x.numel():
-            return self._tagged(self.run_plain(bound))
+            return self._unusual(None, call, bound)
         if self.op.decision.mode == "weight_only":
             bias = None if self.op.bias is None else tensor_of(self.op.bias, self.modules)
             result = kernels.weight_only_linear(x, self.weight.int8(self.modules), self.weight.scale(self.modules))
