@@ -198,7 +198,8 @@ class GraphRun(RunCall):
         if stranger is not None and not inspect.isfunction(func):
             raise RewriteError(
                 f"an argument of {name_of(func)} is an object that a graph cannot hold", path=self.recorder.path,
-                op=name_of(func), expected="tensors, numbers and the like", got=f"{type(stranger).__name__} at {user_line()}",
+                op=name_of(func), expected="tensors, numbers and the like",
+                got=f"{type(stranger).__name__} at {user_line()}",
                 hint="do what it does by functions of torch, or keep using the converted model",
             )  # fmt: skip
         return stranger is None and scriptable(func)

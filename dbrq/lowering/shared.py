@@ -274,7 +274,8 @@ def free_of_strides(lowering: Lowering) -> None:
     graph = lowering.graph
     writes = lowering.writes
     for node in list(graph.nodes):
-        if node.op == "call_method" and node.target == "view" and not writes and not names_dtype(node.args, node.kwargs):
+        casts = names_dtype(node.args, node.kwargs)
+        if node.op == "call_method" and node.target == "view" and not (writes or casts):
             node.target = "reshape"
         if node.op == "call_method" and node.target == "view_as" and not writes:
             node.target = "reshape_as"
