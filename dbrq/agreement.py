@@ -28,6 +28,8 @@ from .op_facts import writes
 #: A form that strays no further than this from the reference, relative to its values, agrees at once: root mean square
 #: of a whole leaf, of a slice of one, and the largest of a slice.
 _CLOSE = (0.01, 0.03, 0.05)
+#: What is no further off agrees however small values are: sums that cancel to 0 in one form need not in another.
+_FLOOR = 1e-6
 #: How many times as far as the nudged reference a form may stray.
 _FACTOR = 3.0
 #: Elements below which a slice is not looked at by itself: too few to know what rounding does there.
@@ -173,6 +175,8 @@ class Trial:
 
 # Outcomes
 
+#: How an outcome calls what a call left in the model.
+STATE = "the buffer "
 #: What a call gave: where in the output, among the inputs or the buffers -> a tensor, a number, or a container's class.
 Outcome = Mapping[str, Any]
 
@@ -191,7 +195,7 @@ def outcome(output: Any, inputs: Any = None, buffers: Mapping[str, Tensor] | Non
         _collect(inputs, "the inputs afterwards", changed)
         found.update((path, leaf) for path, leaf in changed.items() if isinstance(leaf, Tensor))
     for name, tensor in (buffers or {}).items():
-        found[f"the buffer {name} afterwards"] = tensor.clone()
+        found[f"{STATE}{name} afterwards"] = tensor.clone()
     return found
 
 
@@ -318,7 +322,7 @@ def _other_numbers(path: str, e: Tensor, g: Tensor, samples: Callable[[], Sequen
         map(_rms_of, _slices(error)), map(_largest_of, _slices(error)), map(_rms_of, _slices(e)),
         map(_largest_of, _slices(e)), strict=True,
     )):  # fmt: skip
-        limit, high = size * (_CLOSE[1] if number else _CLOSE[0]), most * _CLOSE[2]
+        limit, high = size * (_CLOSE[1] if number else _CLOSE[0]) + _FLOOR, most * _CLOSE[2] + _FLOOR
         if bool((rms <= limit).all()) and bool((largest <= high).all()):
             continue
         if noise is None:
@@ -382,7 +386,7 @@ class Reference(fx.Interpreter):
         self.writes = any(map(writes, nodes.nodes))
         self._weights: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}  # path -> a copy for one call, and what it is a copy of
         self.changed: set[str] = set()  # paths of the tensors that calls wrote to
         self._nudge: torch.Generator | None = None
         self._forced: Callable[[fx.Node, Any], Any] | None = None
@@ -433,7 +437,7 @@ class Reference(fx.Interpreter):
             problem = _local_difference(node, value, other)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))
-            return other
+            return value.copy_(other) if self.writes else other  # what is written to may have other names
 
         self.call(trial, forced)
         return found[0] if found else None
@@ -459,7 +463,9 @@ class Reference(fx.Interpreter):
         finally:
             self._forced = None
         output = _mutable(plain) if self.returned is None else self.returned(plain)
-        changed = {name: held for name, held in self._held.items() if held._version}
+        changed = {
+            name: held for name, (held, before) in self._held.items() if held._version or not torch.equal(held, before)
+        }
         self.changed |= set(changed)
         self._held = {}
         return outcome(output, inputs if self.writes else None, changed)
@@ -468,7 +474,9 @@ class Reference(fx.Interpreter):
         value = super().fetch_attr(target)
         if not self.writes or not isinstance(value, Tensor) or value.dtype is torch.int8:
             return value
-        return self._held.setdefault(target, value.clone())
+        if target not in self._held:
+            self._held[target] = value.clone(), value  # some of torch's ops write without counting a version
+        return self._held[target][0]
 
     def run_node(self, node: fx.Node) -> Any:
         if node in self._weights:

@@ -49,7 +49,7 @@ hook_log = logging.getLogger("dbrq.hooks")
 NOT_RUN = object()
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
-_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
@@ -575,11 +575,11 @@ def _refuse_fake_mode(path: str) -> None:
 
 
 def _shown(leaf: Any) -> Any:
-    """A value for the user to see: plain, and no reader of a fusion under way."""
+    """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
     if isinstance(leaf, Lazy):
         fused = getattr(leaf, "deferred", None)
         leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
-    return leaf
+    return leaf.detach() if type(leaf) is Tensor else leaf
 
 
 def version_of(tensor: Tensor) -> int:

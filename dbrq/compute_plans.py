@@ -333,9 +333,12 @@ class FusedPlan(Plan):
     def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
         """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
         stage, plan = x.stage + 1, fused.plan
+        shape = x.size_
+        if fused.other is not None and fused.other[0].shape != shape:  # an add that broadcasts
+            shape = torch.broadcast_shapes(shape, fused.other[0].shape)
         if stage < len(plan.steps):
             if not inplace:
-                return Int8Tensor.under_way(x.size_, fused, stage)
+                return Int8Tensor.under_way(shape, fused, stage)
             x.deferred, x.stage = fused, stage
             return x
         if self.out is None or fused.unsure:
@@ -347,7 +350,7 @@ class FusedPlan(Plan):
         with _disabled():
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
         if not inplace:
-            return Int8Tensor(x.size_, data, self.out, self.tag)
+            return Int8Tensor(shape, data, self.out, self.tag)
         x.data_u8, x.qparams, x.tag, x.deferred = data, self.out, self.tag, None
         return x
 
@@ -384,7 +387,7 @@ class DynamicLinearPlan(ComputePlan):
         x = plain(bound[0])
         self.require_float32(x)
         if not x.numel():
-            return self._tagged(self.run_plain(bound))
+            return self._unusual(None, call, bound)
         if self.op.decision.mode == "weight_only":
             bias = None if self.op.bias is None else tensor_of(self.op.bias, self.modules)
             result = kernels.weight_only_linear(x, self.weight.int8(self.modules), self.weight.scale(self.modules))

@@ -73,7 +73,7 @@ def multi_head_attention_forward(
     sources = k.shape[1]
     mask = _merge_masks(attn_mask, key_padding_mask, is_causal, batch, num_heads, length, sources, extra, q.dtype)
 
-    q, k, v = (t.reshape(batch, num_heads, -1, head_dim) for t in (q, k, v))
+    q, k, v = (t.reshape(batch, num_heads, t.shape[1], head_dim) for t in (q, k, v))
     dropout_p = dropout_p if training else 0.0
     weights = None
     if need_weights:
@@ -86,7 +86,8 @@ def multi_head_attention_forward(
     else:
         attended = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
     attended = attended.permute(2, 0, 1, 3).reshape(length * batch, embed_dim)
-    output = F.linear(attended, out_proj_weight, out_proj_bias).reshape(length, batch, -1)
+    output = F.linear(attended, out_proj_weight, out_proj_bias)
+    output = output.reshape(length, batch, output.shape[-1])
     if not batched:
         return output.squeeze(1), None if weights is None else weights.squeeze(0)
     return output, weights

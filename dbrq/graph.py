@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .containers import tree_leaves, tree_map
 from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
-from .located import located
+from .located import located, op_of
 from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
@@ -106,6 +106,7 @@ class GraphRecorder:
         self.op: str | None = None
         self._known: dict[int, Known] = {}
         self._kept: list[Any] = []  # tensors whose identity must not be reused
+        self._seed = torch.initial_seed()  # setting another is noticed
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
         self._written: Counter[int] = Counter()  # memory that was written to, and how often
@@ -133,8 +134,9 @@ class GraphRecorder:
         ]
         self._bases = _shared_memory(value for _, _, value in self._originals)
         for _, _, value in self._originals:
-            if self._names[id(value)] in state:
-                self._varying.add(memory_of(value))
+            if self._names[id(value)] in state and (memory := memory_of(value)) is not None:
+                self._state.add(memory)
+                self._varying.add(memory)
 
     # What is known
 
@@ -182,18 +184,19 @@ class GraphRecorder:
             return self._constant(tensor)
         base = self._bases.get(id(tensor))
         if base is not None:
-            place = tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
-            return self.bind(tensor, self._part_of(base, *place), static=True).node
+            return self.bind(tensor, self._part_of(base, tensor), static=True).node
         name = self._names.get(id(tensor)) or self._fresh("constant")
-        if (memory := memory_of(tensor)) is not None:
+        if (memory := memory_of(tensor)) is not None and memory not in self._state:
             self._state.add(memory)
+            self._varying.discard(memory)  # of what had this memory before
         return self.bind(tensor, self.attribute(name, tensor), static=True).node
 
     # Tensors the graph holds
 
-    def _part_of(self, base: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> fx.Node:
-        """A view of a tensor of the model."""
-        args = (self.node_of(base), list(shape), list(strides), offset)
+    def _part_of(self, base: Tensor, part: Tensor) -> fx.Node:
+        """One of the model's tensors as a view of another."""
+        offset = part.storage_offset() - base.storage_offset()
+        args = (self.node_of(base), list(part.shape), list(part.stride()), offset)
         node = self.graph.call_function(torch.as_strided, args)
         self._describe(node)
         return node
@@ -364,6 +367,7 @@ class GraphRecorder:
     def _constant(self, tensor: Tensor) -> fx.Node:
         """The node of a tensor that each call makes anew, and always the same: the graph copies one that it holds."""
         self._kept.append(tensor)
+        self._varying.discard(memory_of(tensor))
         node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
         self._describe(node)
         return self.bind(tensor, node, static=True).node
@@ -371,11 +375,18 @@ class GraphRecorder:
     def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
         """Run a call as the graph has it, so that a wrong spelling shows here."""
         target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
+        state = torch.get_rng_state() if torch.initial_seed() != self._seed else None
         try:
-            return self.execute(target, *written)
+            result = self.execute(target, *written)
         except ERRORS_OF_CODE as error:
             self.execute(function, *call)  # a mistake of the user's is raised as torch has it
             raise located("writing a call for a graph", error, node) from error
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            raise RewriteError(
+                "forward sets the seed of random numbers, which a graph does not", path=self.path, op=op_of(node),
+                got=user_line(), hint="set it before the model is called",
+            )  # fmt: skip
+        return result
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""
@@ -613,7 +624,7 @@ class GraphRecorder:
         """Whether the elements of ``tensor`` depend on an input."""
         known = self.known(tensor)
         stranger = self._strangers.get(id(tensor))
-        if memory_of(tensor) in self._varying:
+        if (memory := memory_of(tensor)) in self._varying and (known is not None or memory in self._state):
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
 

@@ -357,10 +357,12 @@ def _all_tensors(parts: Iterable[Any]) -> bool:
 
 
 def _as_plain(tree: Any) -> Any:
-    """Containers of TorchScript: a dict where all values are tensors, else a tuple of what is not None."""
+    """Containers of TorchScript: a dict where all values are tensors, else a tuple; of the user's own classes, what is
+    not None.
+    """
     if isinstance(tree, Mapping):
-        items = {k: _as_plain(v) for k, v in tree.items() if v is not None}
-        if _all_tensors(items.values()):
+        items = {k: _as_plain(v) for k, v in tree.items() if v is not None or type(tree) is dict}
+        if _all_tensors(v for v in items.values() if v is not None):
             return items
         return tuple(items.values())
     if isinstance(tree, list) and _all_tensors(tree):
@@ -368,7 +370,8 @@ def _as_plain(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return tuple(_as_plain(v) for v in tree)
     if hasattr(tree, "__dataclass_fields__"):
-        return _as_plain({name: getattr(tree, name) for name in tree.__dataclass_fields__})
+        fields = {name: getattr(tree, name) for name in tree.__dataclass_fields__}
+        return _as_plain({name: value for name, value in fields.items() if value is not None})
     return tree
 
 

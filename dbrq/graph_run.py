@@ -169,6 +169,11 @@ class GraphRun(RunCall):
                 return parts(*args, **kwargs)
         if not reads_values(func):
             return self.recorder.execute(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            raise RewriteError(
+                "a function draws from a generator of its own, which a graph cannot hold", path=self.recorder.path,
+                op=name_of(func), got=user_line(), hint="draw from torch's own generator, or outside of forward",
+            )  # fmt: skip
         if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
             return self._looked_into(func, types, args, kwargs)
         spelling = FUNCTIONS.get(func)
@@ -193,7 +198,8 @@ class GraphRun(RunCall):
         if stranger is not None and not inspect.isfunction(func):
             raise RewriteError(
                 f"an argument of {name_of(func)} is an object that a graph cannot hold", path=self.recorder.path,
-                op=name_of(func), expected="tensors, numbers and the like", got=f"{type(stranger).__name__} at {user_line()}",
+                op=name_of(func), expected="tensors, numbers and the like",
+                got=f"{type(stranger).__name__} at {user_line()}",
                 hint="do what it does by functions of torch, or keep using the converted model",
             )  # fmt: skip
         return stranger is None and scriptable(func)

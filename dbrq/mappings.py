@@ -123,8 +123,11 @@ class Spelling:
         return [values.get(name) for name in self.row.names]
 
 
+#: numpy's names for parameters, which torch's own functions take too.
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 #: Names that torch's functions also give their parameters.
-_ALIASES = {"tensors": "input", "self": "input", "tensor1": "input", "mat2": "other", "tensor2": "other", "axis": "dim"}
+_ALIASES = {"tensors": "input", "self": "input", "tensor1": "input", "mat2": "other", "tensor2": "other",
+            "indices": "input", **NUMPY_NAMES}  # fmt: skip
 
 
 @functools.cache
@@ -360,7 +363,7 @@ _ACTIVATIONS = [
           post_op=_fixed("tanh")),
     OpRow("sigmoid", Role.ACTIVATION, "input", (torch.sigmoid, F.sigmoid), ("sigmoid",),
           (torch.sigmoid_, "sigmoid_"), {nn.Sigmoid: ""}),
-    OpRow("elu", Role.ACTIVATION, "input alpha=1.0 inplace=False", (F.elu,), (), (F.elu_,), {nn.ELU: "alpha inplace"}),
+    OpRow("elu", Role.ACTIVATION, "input alpha=1.0 inplace=False", (F.elu,), (), (), {nn.ELU: "alpha inplace"}),
     OpRow("mish", Role.ACTIVATION, "input inplace=False", (F.mish,), modules={nn.Mish: "inplace"}),
     OpRow("hardsigmoid", Role.ACTIVATION, "input inplace=False", (F.hardsigmoid,),
           modules={nn.Hardsigmoid: "inplace"}),

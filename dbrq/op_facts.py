@@ -208,7 +208,7 @@ def leaves_of(node: fx.Node) -> list[Any]:
 
 def _leaves(arguments: Any) -> list[Any]:
     found: list[Any] = []
-    fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf))  # type: ignore[func-returns-value]
+    fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf))
     return found
 
 
@@ -275,14 +275,14 @@ def is_unsaid(node: fx.Node) -> bool:
     """Whether a node of a single op writes, or gives a view, and the op's schema does not say so: what goes by schemas
     alone, as TorchScript does, takes such a write for none.
     """
-    facts, found = facts_of(node), _overloads(node.target)  # type: ignore[arg-type]
+    facts, found = facts_of(node), _overloads(node.target)
     if not found or node.op not in ("call_function", "call_method"):
         return False
     if facts.writes and not ("out" in node.kwargs or node.kwargs.get("inplace")):
         said = (a for op in found for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         return not any(isinstance(a.type, torch.TensorType) for a in said)
     one = all(isinstance(r.type, torch.TensorType) for op in found for r in op._schema.returns)
-    return bool(facts.aliases) and not facts.writes and one and not may_alias(node.target)  # type: ignore[arg-type]
+    return bool(facts.aliases) and not facts.writes and one and not may_alias(node.target)
 
 
 def written(node: fx.Node) -> list[fx.Node]:

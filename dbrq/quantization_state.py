@@ -128,6 +128,10 @@ class AutoQuantizationState(nn.Module):
             ``next(self.parameters())``.
     """
 
+    scale: Tensor
+    zero_point: Tensor
+    quant_min: Tensor
+    quant_max: Tensor
     parts: dict[int, list[Part]]
     _hooks: dict[int, Hooks]
     _plans: dict[SeenOp, Hook]
@@ -213,7 +217,7 @@ class AutoQuantizationState(nn.Module):
     @property
     def is_wide(self) -> bool:
         """Whether a value was given more bits than CPUs without exact int8 products take."""
-        return bool((self.quant_max > SAFE).any())
+        return bool((self.quant_max - self.quant_min > SAFE).any())
 
     def checked(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The qparams that ``load_state_dict`` is about to put in place; nothing has changed yet.

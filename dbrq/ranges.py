@@ -53,7 +53,8 @@ def for_this_cpu(q: QParams) -> QParams:
 def is_narrow(activation: Any) -> bool:
     """Whether an observer asks for fewer than 8 bits."""
     low, high = getattr(activation, "quant_min", None), getattr(activation, "quant_max", None)
-    return bool(getattr(activation, "reduce_range", False)) or (None not in (low, high) and high - low < 255)
+    narrow = low is not None and high is not None and high - low < 255
+    return bool(getattr(activation, "reduce_range", False)) or narrow
 
 
 def seven_bits(activation: Any) -> bool:

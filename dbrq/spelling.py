@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .mappings import NUMPY_NAMES
 from .symbols import Traced
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and", "or", "xor", "lshift", "rshift")
@@ -55,8 +56,6 @@ _LISTED = {name: getattr(torch.ops.aten, name) for name in ("broadcast_tensors",
 #: Functions that give views, which their schemas do not say -> those of which they do.
 _SAFE = {"unsafe_chunk": "chunk", "unsafe_split": "split", "unsafe_split_with_sizes": "split_with_sizes"}
 _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
-#: numpy's keywords, which torch takes where a parameter has the other name.
-_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 #: Methods that cast, which TorchScript lacks.
 _TO_DTYPE = {
     "bool": torch.bool, "byte": torch.uint8, "char": torch.int8, "short": torch.int16, "int": torch.int32,
@@ -125,7 +124,7 @@ def name_of(function: Any) -> str:
 
 def _renamed(keyword: str, name: str) -> str:
     """A keyword as the function's schemas have it."""
-    other = _ALIASES.get(keyword, keyword)
+    other = NUMPY_NAMES.get(keyword, keyword)
     if other == keyword or any(a.name == keyword for schema in _schemas(name) for a in schema.arguments):
         return keyword
     return other
@@ -244,18 +243,26 @@ def _schemas(name: str) -> tuple[Any, ...]:
 
 
 def _conforming(name: str, given: list, options: dict) -> tuple[list, dict]:
-    """Arguments as the first schema that takes them has them; as they are, if none does."""
-    for schema in _schemas(name):
-        named = {a.name: a for a in schema.arguments}
-        arguments = [a for a in schema.arguments if not a.kwarg_only][: len(given)]
-        keywords = [named.get("self" if k == "input" and "self" in named else k) for k in options]
-        if len(arguments) < len(given) or None in keywords:
-            continue
-        types = [str(a.type) for a in (*arguments, *keywords)]  # type: ignore[union-attr]
-        if all(map(_fits, (*given, *options.values()), types)):
-            converted = [_converted(v, t) for v, t in zip((*given, *options.values()), types, strict=True)]
-            return converted[: len(given)], dict(zip(options, converted[len(given) :], strict=True))
+    """Arguments as the schema that takes them has them; as they are, if one takes them so, or none does."""
+    values = [*given, *options.values()]
+    for ints_fit in (False, True):  # where a float is wanted
+        for schema in _schemas(name):
+            types = _types(schema, len(given), tuple(options))
+            if types is not None and all(_fits(v, t, ints_fit) for v, t in zip(values, types, strict=True)):
+                if ints_fit:
+                    values = [_converted(v, t) for v, t in zip(values, types, strict=True)]
+                return values[: len(given)], dict(zip(options, values[len(given) :], strict=True))
     return given, options
+
+
+def _types(schema: Any, count: int, keywords: tuple[str, ...]) -> list[str] | None:
+    """What a schema wants of the first arguments and of those with these names; None if it has no such arguments."""
+    named = {a.name: a for a in schema.arguments}
+    arguments = [a for a in schema.arguments if not a.kwarg_only][:count]
+    arguments += [named.get("self" if k == "input" and "self" in named else k) for k in keywords]
+    if len(arguments) < count + len(keywords) or None in arguments:
+        return None
+    return [str(a.type) for a in arguments]
 
 
 #: Type in a schema -> what Python passes there. Enumerations are ints to TorchScript.
@@ -269,15 +276,17 @@ _TAKEN: dict[str, tuple[type, ...]] = {
 }
 
 
-def _fits(value: Any, wanted: str) -> bool:
-    """Whether Python takes ``value`` where a schema has the type ``wanted``."""
+def _fits(value: Any, wanted: str, ints_fit: bool) -> bool:
+    """Whether Python takes ``value`` where a schema has the type ``wanted``, and perhaps ints where that is float."""
     if wanted.startswith("Optional["):
-        return value is None or _fits(value, wanted[9:-1])
+        return value is None or _fits(value, wanted[9:-1], ints_fit)
     if wanted.startswith("List["):
         inner = wanted[5:-1]
         if isinstance(value, (list, tuple)):
-            return all(_fits(v, inner) for v in value)
-        return inner in ("int", "float") and isinstance(value, (int, float)) and _fits(value, inner)
+            return all(_fits(v, inner, ints_fit) for v in value)
+        return inner in ("int", "float") and isinstance(value, (int, float)) and _fits(value, inner, ints_fit)
+    if wanted == "float" and not ints_fit:
+        return isinstance(value, float)
     return isinstance(value, _TAKEN.get(wanted, object))  # type: ignore[arg-type]
 
 

@@ -102,12 +102,12 @@ class _Keyed(weakref.ref):
     key: int
 
     def __new__(cls, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> _Keyed:
-        self = super().__new__(cls, tensor, dropped)  # type: ignore[type-var]
+        self = super().__new__(cls, tensor, dropped)
         self.key = id(tensor)
         return self
 
     def __init__(self, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> None:
-        super().__init__(tensor, dropped)
+        super().__init__(tensor, dropped)  # type: ignore[call-arg]
 
 
 class _Current(threading.local):
@@ -222,6 +222,7 @@ class Int8Tensor(Lazy):
                 if self.data_u8 is not None:
                     self._float = dequantize(self.data_u8, self.qparams).contiguous()
                 else:
+                    assert self.deferred is not None
                     self._float = self.deferred.value(self.stage)
                     self.tag, self.deferred = self.deferred.tag(self.stage), None
         return self._float

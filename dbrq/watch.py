@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .observing import Observing
 
 _disabled = torch._C.DisableTorchFunction
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def watch(
@@ -76,6 +77,7 @@ def watch(
         on_op: called with (op, output) after every op, for logging values.
     """
     stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
+    _check_copied((args, kwargs))
     args, kwargs = copy.deepcopy((args, kwargs))
     with torch.no_grad(), random_state_kept():
         args, kwargs = as_forward_sees(stand_in, args, kwargs)
@@ -84,6 +86,16 @@ def watch(
             intercept(module, path, run, tuple(opaque))
         run.run(stand_in.__dict__["forward"], args, kwargs)
     return run.record
+
+
+def _check_copied(inputs: Any) -> None:
+    """Raise for tensors that torch cannot copy with what they are part of."""
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.layout in _COMPRESSED:
+            raise ConfigurationError(
+                "an input is a sparse tensor of a compressed layout", got=str(leaf.layout),
+                expected="strided tensors, or sparse ones in coordinates", hint="pass it .to_sparse(), or .to_dense()",
+            )  # fmt: skip
 
 
 def intercept(
@@ -315,7 +327,7 @@ class Watch(TorchFunctionMode):
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
-        if self.hidden or not reads_values(func):
+        if self.hidden or self.frame is None or not reads_values(func):  # without a frame: a destructor's, say
             return func(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER

@@ -131,7 +131,7 @@ def test_faults_that_one_call_does_not_show(backend, fault, monkeypatch):
         return result
 
     if backend == "torchscript":
-        scripted = dbrq.lowering.scripted
+        made = dbrq.lowering._on_torchscript
 
         class Changed(nn.Module):
             def __init__(self, inner):
@@ -141,7 +141,7 @@ def test_faults_that_one_call_does_not_show(backend, fault, monkeypatch):
             def forward(self, *args):
                 return changed(self.inner(*args))
 
-        monkeypatch.setattr(dbrq.lowering, "scripted", lambda module: Changed(scripted(module)))
+        monkeypatch.setattr(dbrq.lowering, "_on_torchscript", lambda *args: Changed(made(*args)))
     else:
         kind = InductorModel if backend == "inductor" else dbrq.lowering.onednn.model.OneDNNModel
         plain = kind.plain

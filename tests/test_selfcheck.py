@@ -17,6 +17,8 @@ import dbrq
 from dbrq import kernels, selfcheck
 from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, formulations, script, trials
 from dbrq.kernels.known_faults import FAULTS, Geometry, fault_of
+from dbrq.lowering import inductor
+from dbrq.lowering.engine import Lowering
 from dbrq.selfcheck import Failure, Guarded
 
 OUT = QParams(0.5, 100)
@@ -327,6 +329,14 @@ def test_ordinary_networks_keep_their_kernels():
     ]:  # fmt: skip
         geometry = Geometry(shape, outer, (k, k), (stride, stride), (padding, padding), (1, 1), groups)
         assert fault_of(geometry) is None, geometry
+
+
+def test_inductor_leaves_known_faults_in_float():
+    model, x = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 4, stride=4), nn.Conv1d(32, 8, 1)), None
+    model, x = nn.Sequential(*model[:2], nn.Flatten(2), model[2]).eval(), torch.randn(1, 3, 10, 10)
+    lowering = Lowering(dbrq.rewrite(dbrq.quantize(model, [x], progress=False), x))
+    inductor.prepare(lowering)
+    assert list(lowering.reasons) == ["1"] and "wrong on some CPU for several columns" in lowering.reasons["1"]
 
 
 def test_a_dilated_1x1_convolution_with_padding_does_not_crash():

@@ -417,8 +417,10 @@ class PackedConv:
         return way
 
     def _geometry(self, shape: torch.Size, padding: list[int]) -> Geometry:
-        lists = (self.kernel, self.stride, padding, self.dilation)
-        return Geometry(tuple(shape), self.weight.shape[0], *map(tuple, lists), self.groups)  # type: ignore[arg-type]
+        return Geometry(
+            tuple(shape), self.weight.shape[0], tuple(self.kernel), tuple(self.stride), tuple(padding),
+            tuple(self.dilation), self.groups,
+        )  # fmt: skip
 
     def _pack(self, padding: list[int], shape: torch.Size) -> Tensor:
         """The weight in the layout the kernel wants for this input shape; with another it would reorder at every

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def _on_torchscript(
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
-    test.define(scripted)
+    with _without_fusion():
+        test.define(scripted)
     return scripted
 
 
@@ -202,9 +204,15 @@ def _without_type(value: Any) -> str:
 
 
 def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
-    """Run the example, so that TorchScript settles its plan now.
+    """Run the example, so that TorchScript settles its plan now."""
+    with _without_fusion(), torch.no_grad():
+        for _ in range(3):
+            scripted(*copy.deepcopy(inputs))
 
-    Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
+
+@contextlib.contextmanager
+def _without_fusion() -> Iterator[None]:
+    """Not with oneDNN Graph fusion, a switch of the whole process under which torch 2.13 fails on scripted graphs
     ("partition compile failed"): a plan once made no longer asks for it (docs/lowering.md). torch has no such switch
     for one module or thread. So it is turned off only where the user has turned it on, by one thread at a time; what
     another thread scripts meanwhile and runs for the first time is merely not fused.
@@ -214,9 +222,7 @@ def _warm(scripted: torch.jit.ScriptModule, inputs: tuple) -> None:
         if fuses:
             torch.jit.enable_onednn_fusion(False)
         try:
-            with torch.no_grad():
-                for _ in range(3):
-                    scripted(*copy.deepcopy(inputs))
+            yield
         finally:
             if fuses:
                 torch.jit.enable_onednn_fusion(True)

@@ -6,15 +6,20 @@ bfloat16.
 
 from __future__ import annotations
 
+import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..kernels import script
-from ..op_facts import is_written, writes
+from ..op_facts import is_written, writes, written
+from ..watch import random_state_kept
+from .cleanup import written_attributes
 
 _READS_FLOAT32 = (script.Quantize, script.QuantizeImage)
+_FLOATS = (torch.float32, torch.bfloat16)
 _SCALES = (script.dequantize_weight, script.weight_only_linear)
 
 
@@ -27,8 +32,12 @@ def in_bfloat16(module: fx.GraphModule, args: tuple) -> None:
     """
     _narrow_attributes(module)
     _narrow_inputs(module)
-    with torch.no_grad():
-        _Narrowing(module).run(*args)
+    state = [attrgetter(path)(module) for path in written_attributes(module.graph)]
+    kept = [tensor.clone() for tensor in state]
+    with torch.no_grad(), random_state_kept():
+        _Narrowing(module).run(*copy.deepcopy(args))
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
     output = next(node for node in module.graph.nodes if node.op == "output")
     for node in output.all_input_nodes:
         if node.meta.get("narrow"):
@@ -42,6 +51,8 @@ def in_bfloat16(module: fx.GraphModule, args: tuple) -> None:
 def _narrow_attributes(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op != "get_attr" or any(user.target in _SCALES for user in node.users):
+            continue
+        if is_written(node):  # what adds up over calls wants all its digits
             continue
         path, _, name = node.target.rpartition(".")
         owner = module.get_submodule(path)
@@ -83,20 +94,23 @@ class _Narrowing(fx.Interpreter):
     """Runs the graph, and casts where float32 meets bfloat16."""
 
     def run_node(self, n: fx.Node) -> Any:
-        inputs = [i for i in n.all_input_nodes if _is_wide(self.env.get(i), torch.float32)]
-        mixed = any(_is_wide(self.env.get(i), torch.bfloat16) for i in n.all_input_nodes)
+        into = [self.env[i].dtype for i in written(n) if isinstance(self.env.get(i), Tensor)]
+        dtype = into[0] if into and into[0] in _FLOATS else torch.bfloat16  # what is written to stays as it is
+        mixed = any(_is(self.env.get(i), dtype) for i in n.all_input_nodes)
         if n.op == "call_module" and len(n.args) == 2:  # an add that is fused: its other operand must match
             mixed = True
-        if mixed and n.op != "output" and not writes(n):
-            for wide in inputs:
+        if mixed and n.op != "output":
+            for i in n.all_input_nodes:
+                if not any(_is(self.env.get(i), other) for other in _FLOATS if other is not dtype):
+                    continue
                 with self.module.graph.inserting_before(n):  # type: ignore[union-attr]
-                    narrow = self.module.graph.call_method("to", (wide, torch.bfloat16))  # type: ignore[union-attr]
-                n.replace_input_with(wide, narrow)
-                self.env[narrow] = self.env[wide].to(torch.bfloat16)
+                    cast = self.module.graph.call_method("to", (i, dtype))  # type: ignore[union-attr]
+                n.replace_input_with(i, cast)
+                self.env[cast] = self.env[i].to(dtype)
         result = super().run_node(n)
         n.meta["narrow"] = isinstance(result, Tensor) and result.dtype is torch.bfloat16
         return result
 
 
-def _is_wide(value: Any, dtype: torch.dtype) -> bool:
+def _is(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype is dtype and value.dim() > 0

@@ -83,8 +83,8 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of what a call gives, found without data; None where that is not to be found."""
 
     def like(n: fx.Node) -> Any:
-        shape, dtype = n.meta.get("shape"), n.meta.get("dtype")
-        return 1 if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
+        dtype = n.meta.get("dtype")
+        return 1 if dtype is None else torch.empty(n.meta["shape"], dtype=dtype, device="meta")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), like)
     try:
@@ -112,19 +112,12 @@ def fold_constants(lowering: Lowering) -> None:
     """
     graph = lowering.graph
     memory = Memory(graph)
+    static = _static(graph, memory)
     known: dict[fx.Node, Any] = {}
-    for node in list(graph.nodes):
-        if memory.is_written(node):
-            continue
+    for node in static:
         if node.op == "get_attr":
             known[node] = lowering.tensor(node)
-            continue
-        inputs = node.all_input_nodes
-        if node.op not in ("call_function", "call_method") or is_impure(node) or is_weight(node) or not inputs:
-            continue
-        if memory.is_returned(node) and memory.is_held(node):  # views of the model's own tensors stay that
-            continue
-        if all(n in known for n in inputs):
+        else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
             with torch.no_grad():
                 known[node] = _callable(node, args)(*args, **kwargs)
@@ -150,6 +143,31 @@ def fold_constants(lowering: Lowering) -> None:
     for node in reversed(list(graph.nodes)):
         if node in known and not node.users:
             graph.erase_node(node)
+
+
+def _static(graph: fx.Graph, memory: Memory) -> list[fx.Node]:
+    """The nodes to compute now, in order.
+
+    What is made without any tensor (``zeros(3)``) is as quickly made as read, unless it is the caller's to keep:
+    TorchScript would make it once and give it away again and again.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if memory.is_written(node):
+            continue
+        made = node.op in ("call_function", "call_method") and not is_impure(node) and not is_weight(node)
+        a_view = memory.is_returned(node) and memory.is_held(node)  # of the model's own tensors, which it stays
+        if node.op == "get_attr" or (made and not a_view and all(n in found for n in node.all_input_nodes)):
+            found[node] = None
+    needed = [node for node in found if memory.is_returned(node)]
+    for node in needed:  # which grows meanwhile
+        needed += [n for n in node.all_input_nodes if n not in needed]
+    chosen: dict[fx.Node, None] = {}
+    for node in found:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or ((inputs or node in needed) and all(n in chosen for n in inputs)):
+            chosen[node] = None
+    return list(chosen)
 
 
 def _passes_on(user: fx.Node, node: fx.Node) -> bool:

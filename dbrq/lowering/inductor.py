@@ -602,6 +602,8 @@ def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         weight = graph.call_function(
             bound[1].target, (graph.get_attr(name.replace(".", "_")), *bound[1].args[1:]), bound[1].kwargs
         )
+        out, inner, length = bound[1].meta["shape"]
+        weight.meta = {**bound[1].meta, "shape": (out, inner, 1, length)}
         sizes = ((low, ints(value, 1)[0]) for low, value in zip((1, 0, 1), bound[3:6], strict=True))
         new = {head: graph.call_function(F.conv2d, (x, weight, bound[2], *sizes, bound[6]))}
         for node in nodes[1:]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import op_facts
+from ..agreement import random_state_kept_if_drawn
 from ..attachment import state_of
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..containers import call_arguments, tree_map
@@ -138,7 +139,8 @@ def lower_parts(
     model = copied(quantized)
     token = state_of(model).token
     examples = _Examples(token.record, *call_arguments(example_inputs, example_kwargs))
-    examples.collect(copied(quantized))  # whose buffers the run may change
+    with random_state_kept_if_drawn():
+        examples.collect(copied(quantized))  # whose buffers the run may change
     parts = _Parts(token.record, examples, lower_graph)
     parts.descend(model, "")
     if verbose:

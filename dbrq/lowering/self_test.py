@@ -101,7 +101,7 @@ class SelfTest:
         scripted.define(self._source)
         scripted.define(f"def {_PREFIX}(self) -> bool:\n    return self.{_PREFIX}_sqnr() >= self.{_PREFIX}_least\n")
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            once, again = scripted.self_test_sqnr(), scripted.self_test_sqnr()
+            once, again, _ = (scripted.self_test_sqnr() for _ in range(3))  # after which TorchScript has its plan
         near = min(once, again)
         if once != again and near < _LEAST + _SLACK:  # drawn at random
             scripted.self_test_shapes_only = True

@@ -290,9 +290,11 @@ def free_of_strides(lowering: Lowering) -> None:
         if not mutable:
             if node.op == "call_method" and not names_dtype(node.args, node.kwargs):
                 node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
-        elif _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
+            continue
+        readers = [user for user in node.users if not _made_by_kernels(user)]
+        if readers and _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
             with graph.inserting_after(node):
-                _read_contiguous(graph, node, list(node.users))
+                _read_contiguous(graph, node, readers)
     for node in list(graph.nodes):
         if node.op == "output" or (called(node) in _SEE_STRIDES and not mutable):
             for read in node.all_input_nodes:

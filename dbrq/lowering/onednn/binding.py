@@ -52,12 +52,12 @@ __all__ = [
 
 _INFERENCE = 96
 _LAYER_NORM_FLAGS = {(False, False): 0, (True, False): 2, (False, True): 4, (True, True): 6}
-#: Primitives kept for those that ask again; as many as the library's own cache keeps.
-_KEPT = 1024
+#: Primitives kept for those that ask again: 20 to 100 MB.
+_KEPT = 512
 #: Multiply-accumulates that a reference kernel may take, on trial or later: about a tenth of a second's.
 _BEARABLE = 1 << 22
-#: Leaking primitives that are destroyed before others are preferred: 5 to 10 MB.
-_LEAKS = 256
+#: Leaking primitives that are destroyed before others are preferred. Those kept by then will follow: 15 MB in all.
+_LEAKS = 64
 
 
 class Disproved(Unimplemented):
@@ -108,7 +108,8 @@ _shared = _Shared()
 def replacements() -> Iterator[list[Failure]]:
     """Collects what was wrong with kernels that this thread asks for meanwhile, found now or known before."""
     before = getattr(_shared.heard, "failures", None)
-    _shared.heard.failures = failures = []
+    failures: list[Failure] = []
+    _shared.heard.failures = failures
     try:
         yield failures
     finally:
@@ -150,7 +151,10 @@ def _proved(spec: Spec, args: Sequence[Any], key: Hashable) -> Primitive:
         failures.append(Failure(f"onednn {spec.kind} {primitive.implementation}", str(spec), problem))
     else:
         primitive = None
-    stand_in = f"onednn {spec.kind} {primitive.implementation}" if primitive else "other primitives, or torch"
+    stand_in = "other primitives, or torch"
+    if primitive is not None:
+        slow = ", or torch where that is too slow" if primitive.is_reference else ""
+        stand_in = f"onednn {spec.kind} {primitive.implementation}{slow}"
     known = tuple(dataclasses.replace(failure, stand_in=stand_in) for failure in failures)
     for failure in known:
         selfcheck.note_failure(failure)
@@ -282,7 +286,8 @@ def reorder(src: Desc, dst: Desc, attributes: Attributes) -> Primitive:
 
 def concat(sources: Sequence[Desc], dst: Desc, axis: int, attributes: Attributes) -> Primitive:
     handles = (c_void_p * len(sources))(*(s.handle for s in sources))
-    descs = {**{Arg.MULTIPLE_SRC + i: s for i, s in enumerate(sources)}, Arg.DST: dst}
+    descs: dict[int, Desc] = {Arg.MULTIPLE_SRC + i: s for i, s in enumerate(sources)}
+    descs[Arg.DST] = dst
     return _made(
         Spec("concat", descs, attributes, axis=axis), library().engine, dst.handle, len(sources), axis, handles
     )
@@ -295,7 +300,7 @@ def softmax(alg: Alg, src: Desc, dst: Desc, axis: int, attributes: Attributes) -
 
 def layer_norm(src: Desc, dst: Desc, epsilon: float, scale: bool, shift: bool, attributes: Attributes) -> Primitive:
     one = Desc.strided((src.shape or ())[-1:], torch.float32)
-    given = {arg: one for arg, there in ((Arg.SCALE, scale), (Arg.SHIFT, shift)) if there}
+    given: dict[int, Desc] = {arg: one for arg, there in ((Arg.SCALE, scale), (Arg.SHIFT, shift)) if there}
     spec = Spec("layer_normalization_forward", {Arg.SRC: src, Arg.DST: dst, **given}, attributes, alpha=epsilon)
     return _made(spec, library().engine, _INFERENCE, src.handle, dst.handle, None, epsilon,
                  _LAYER_NORM_FLAGS[scale, shift])  # fmt: skip

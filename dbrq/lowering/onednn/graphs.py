@@ -30,11 +30,9 @@ def segments_of(graph: fx.Graph, dynamic: frozenset[str]) -> list[Segment | fx.N
     lowest = 0
     for node in nodes:
         before = [level[n] + (n.name in dynamic) for n in node.all_input_nodes if n in level]
-        level[node] = max([lowest if ordered else 0, *before])
-        if ordered and node.name in dynamic:
-            lowest = level[node] + 1
-        elif ordered:
-            lowest = level[node]
+        level[node] = max([lowest, *before])
+        if ordered or node.target is torch._assert:  # what was decided holds before anything behind it runs
+            lowest = level[node] + (node.name in dynamic)
     parts: list[Segment | fx.Node] = []
     for number in range(max(level.values(), default=0) + 1):
         here = [n for n in nodes if level[n] == number]

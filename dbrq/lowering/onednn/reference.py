@@ -79,7 +79,7 @@ def sample_of(spec: Spec) -> Sample:
     if spec.kind in ("convolution_forward", "deconvolution_forward", "pooling_forward", "matmul"):
         axis = last if spec.kind == "matmul" else 1
         each = spec.work // max(math.prod(shape), 1) * shape[axis]
-        return Sample.rows_of(shape, axis, max(2, min(12, _ENOUGH // max(each, 1))))
+        return Sample.rows_of(shape, axis, max(2, min(8, _ENOUGH // max(each, 1))))
     if spec.kind == "softmax_forward":
         return Sample.rows_of(shape, spec.axis, 32)
     if spec.kind == "layer_normalization_forward":
@@ -160,7 +160,7 @@ def _matmul(spec: Spec, tensors: Tensors, sample: Sample) -> Tensor:
         batches.setdefault(at(weights, row), []).append(number)
     step = max(_CHUNK // max(weights.shape[-2], 1), 1)
     for batch, numbers in batches.items():
-        left = torch.stack([source[(*at(source, rows[i]), int(rows[i, -2]))] for i in numbers])
+        left = torch.stack([source[at(source, rows[i])][int(rows[i, -2])] for i in numbers])
         left = _shifted(tensors, Arg.SRC, left)
         columns = [left @ _shifted(tensors, Arg.WEIGHTS, part) for part in weights[batch].split(step, 1)]
         result[numbers] = torch.cat(columns, 1)
@@ -219,7 +219,7 @@ def _rows(tensors: Tensors, sample: Sample) -> Tensor:
     source, axis = tensors[Arg.SRC], sample.axis or 0
     others = tuple(c for i, c in enumerate(sample.rows.t()) if i != axis)
     rows = source.movedim(axis, -1)
-    return rows[others].double() if others else rows.double()[None]
+    return rows[others].double() if others else rows.double().expand(len(sample.rows), -1)
 
 
 def _of_rows(spec: Spec, tensors: Tensors, sample: Sample) -> Tensor:

@@ -67,8 +67,8 @@ def layer_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[An
 def softmax(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
     x, dim, dtype = arguments[:3]
     value = dense(b, as_model_float(b, x))
-    if dim is None or dtype not in (None, torch.float32):
-        raise Unsupported("its axis is not given, or its dtype is another one")
+    if dim is None or dtype not in (None, torch.float32) or not value.shape:
+        raise Unsupported("its axis is not given, its dtype is another one, or it is one number")
     alg = Alg.SOFTMAX if p.row.name == "softmax" else Alg.LOG_SOFTMAX
     direct = p.out is not None and p.out.zero_point == 0 and p.out.quant_max == 255 and alg is Alg.SOFTMAX
     e = Epilogue()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....errors import OneDNNError
 from ....kernels import ints
+from ....kernels.known_faults import plain_dilation
 from .. import binding
 from ..binding import Alg, Arg, Desc, Primitive
 from ..builder import Builder, Unsupported
@@ -136,7 +137,8 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
     if len(value.shape) != n + 2:
         raise Unsupported("it has another number of dimensions")
     shape = tuple(parameters.held.shape)
-    kernel, stride, dilation = shape[2:], ints(stride, n), ints(dilation, n)
+    kernel, stride = shape[2:], ints(stride, n)
+    dilation = plain_dilation(list(kernel), ints(dilation, n))
     if value.shape[1] != shape[1] * groups:
         raise Unsupported("the number of channels does not fit")
     left, right = _paddings(padding, kernel, dilation, n)
