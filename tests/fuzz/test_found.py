@@ -191,3 +191,60 @@ def test_out_arguments_are_written(backend: str) -> None:
     (expected,) = runs(model, [x])
     for result in runs(run, [x, x]):
         assert sqnr(expected, result) > 25
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reshape_is_a_view_or_a_copy_as_the_layout_has_it(backend: str) -> None:
+    """A write through ``reshape(-1)`` reached the base in a plan for an input for which the model makes a copy."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x * 1.5
+        F.relu(y.reshape(-1), inplace=True)
+        return y * 1.0
+
+    model = Call(forward)
+    graph = lowered(quantized(model, torch.randn(1, 32, 1, 5)), torch.randn(1, 32, 1, 5), backend)
+    inputs = [torch.randn(1, 32, 1, 5), torch.randn(5, 1, 32, 1).permute(1, 2, 3, 0), torch.randn(2, 32, 1, 5)]
+    expected = runs(model, inputs)
+    try:
+        results = runs(graph, inputs)
+    except RuntimeError as error:
+        assert "dbrq: " in str(error)
+        return
+    for one, other in zip(expected, results, strict=True):
+        assert sqnr(one, other) > 60
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deciding_on_the_layout_is_a_decision(backend: str) -> None:
+    """``if x.is_contiguous()`` was neither followed nor asserted."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.layer(x) if x.is_contiguous() else x * 0.5
+
+    model = Call(forward, layer=nn.Linear(3, 3)).eval()
+    other = torch.randn(5, 4)[:, 1:]
+    with torch.no_grad():
+        graph = lowered(quantized(model, torch.randn(5, 3)), torch.randn(5, 3), backend)
+        try:
+            result = graph(other)
+        except Exception as error:
+            assert "dbrq: " in str(error)
+            return
+    assert sqnr(other * 0.5, result) > 30
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_noise_like_a_layers_result(backend: str) -> None:
+    """``randn_like`` of a value whose layout the kernel chooses: the same draws in another order, no disagreement."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = F.silu(m.layer(x) * x)
+        return y + 0.1 * torch.randn_like(y)
+
+    model, x = Call(forward, layer=nn.Conv2d(32, 32, 3, padding=1)).eval(), torch.randn(1, 32, 9, 2)
+    graph = lowered(quantized(model, x), x, backend)
+    first, second = runs(graph, [x, x])
+    assert not torch.equal(first, second)
+    mean = torch.stack(runs(graph, [x] * 40)).mean(0)
+    assert sqnr(torch.stack(runs(model, [x] * 40)).mean(0), mean) > 15
