@@ -169,10 +169,15 @@ def _step(step: SeenOp | ModuleStep) -> str:
 class Converted:
     """A converted model, called as often as one likes: what runs is a copy, replaced by another where a call left
     traces in it.
+
+    Attributes:
+        again: where the first call left traces that are no tensors: which attributes changed, and what a second call
+            gives behind it.
     """
 
     def __init__(self, quantized: nn.Module, inside: Inside | None) -> None:
         self.quantized, self.inside = quantized, inside
+        self.again: tuple[str, Outcome] | None = None
         self._copy: nn.Module | None = None
 
     def call(
@@ -191,19 +196,40 @@ class Converted:
         model, self._copy = self._copy, None
         intercepted: InterceptedForward = model.__dict__["forward"]
         intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
-        args, kwargs = owned(trial.inputs)
         before = _held(model)
         log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
-        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed), log:
-            if self.inside is None:
-                output = model(*args, **kwargs)
-            else:
-                output = InsideRun(intercepted, self.inside).run(intercepted, args, kwargs)
+        with log:
+            output, args, kwargs = self._output(model, trial)
         buffers = {name: tensor for name in written if isinstance(tensor := _at(model, name), Tensor)}
         found = outcome(output, _placed(intercepted, args, kwargs) if changes else None, buffers)
-        if not changes and _held(model) == before:
+        after = _held(model)
+        if not changes and after == before:
             self._copy = model
+        elif not changes and self.again is None:
+            self.again = self._second(model, trial, before, after)
         return found, noted.new
+
+    def _second(
+        self, model: nn.Module, trial: Trial, before: list[tuple], after: list[tuple]
+    ) -> tuple[str, Outcome] | None:
+        """What a call behind the first gives, and what that one changed; None if the model's code takes no second."""
+        known = set(before)
+        names = {f"{path}.{name}".lstrip(".") for path, name, *rest in after if (path, name, *rest) not in known}
+        try:
+            return ", ".join(sorted(names)), outcome(self._output(model, trial)[0])
+        except ERRORS_OF_CODE as error:
+            if is_bug(error):
+                raise
+            return None
+
+    def _output(self, model: nn.Module, trial: Trial) -> tuple[Any, tuple, dict]:
+        """What a copy gives, and its arguments as they are then."""
+        args, kwargs = owned(trial.inputs)
+        intercepted: InterceptedForward = model.__dict__["forward"]
+        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
+            if self.inside is None:
+                return model(*args, **kwargs), args, kwargs
+            return InsideRun(intercepted, self.inside).run(intercepted, args, kwargs), args, kwargs
 
 
 def _at(model: nn.Module, path: str) -> Any:
@@ -271,6 +297,7 @@ def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: d
     got, warned = converted.call(call, reference)
     recording = dataclasses.replace(recording, reference=reference)
     _compare(converted, reference, example, call, got)
+    _check_state(converted, reference, example)
     values: dict[str, list[Tensor]] = {}
     found = _on_other_inputs(recording, converted, reference, call, warned, values)
     if found is None:
@@ -281,6 +308,20 @@ def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: d
     _check_ops(reference, other, values)
     _compare(converted, reference, other, call, got)
     return dataclasses.replace(recording, others=other.inputs)
+
+
+def _check_state(converted: Converted, reference: Reference, example: Trial) -> None:
+    """Raise if the model gives something else when it is called again: a graph keeps tensors, and no other state."""
+    if converted.again is None:
+        return
+    names, outcome_of_second = converted.again
+    found = reference.difference(example, outcome_of_second)
+    if found is not None:
+        raise RewriteError(
+            "the model gives something else when it is called again, by state that a graph does not keep", path="",
+            expected="state in buffers", got=f"what forward assigns to {names}",
+            hint="register it as a buffer and change that, or keep using the converted model",
+        )  # fmt: skip
 
 
 def _on_other_inputs(

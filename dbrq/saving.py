@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import selfcheck
 from .attachment import state_of
 from .copies import uncompiled
 from .errors import LoadError, QuantizationError
@@ -149,7 +150,17 @@ def _hint(content: Any) -> str:
 
 
 def _fit_cpu(model: nn.Module, path: str) -> None:
-    """Say so, or refuse, where a model of 8 bits comes to a CPU whose int8 products saturate."""
+    """Say so, or refuse, where a model comes to a CPU that does not compute it as it was."""
+    if isinstance(model, torch.jit.ScriptModule) and hasattr(model, "self_test") and selfcheck.enabled():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            right = model.self_test()
+        if not right:
+            raise LoadError(
+                "the file's example does not give here what it should", got=path,
+                expected=f"{model.self_test_least:.0f} dB or more (model.self_test_sqnr() has the number)",
+                hint="this CPU computes some of the file's kernels wrong, or its int8 products saturate: load the "
+                "converted model here and lower it again",
+            )  # fmt: skip
     if isinstance(model, LoweredModel) and saturates() and _widest(model) > SAFE:
         raise LoadError(
             "the model was lowered with 8-bit activations, and int8 products of this CPU saturate unless they have 7",

@@ -1,8 +1,8 @@
 """How a recorded call is written in a graph, so that it reads well and TorchScript takes it.
 
 TorchScript types a call by the schemas of the aten operator that bears the function's name, or by the function's own
-annotations. Python's spellings are wider: ints for floats, several tensors for a list of them, numpy's keywords, methods
-for casts. ``spelled`` writes a call as a schema has it; ``scriptable`` says whether there is such a way at all.
+annotations. Python's spellings are wider: ints for floats, several tensors for a list of them, numpy's keywords,
+methods for casts. ``spelled`` writes a call as a schema has it; ``scriptable`` says whether there is such a way at all.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ TAKE_SIZES = {
                      "broadcast_to", "as_strided", "pad"), 1),
 }  # fmt: skip
 
-_HOLDABLE = (bool, int, float, complex, str, Tensor, slice, torch.dtype, torch.device, torch.layout, torch.memory_format,
-             torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray)  # fmt: skip
+_HOLDABLE = (bool, int, float, complex, str, Tensor, slice, np.ndarray, torch.dtype, torch.device, torch.layout,
+             torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)  # fmt: skip
 
 Spelled = tuple[str, Any, list, dict]
 """Kind of node, target, positional arguments, keyword arguments."""
@@ -201,7 +201,7 @@ def _with_stride(given: list, options: dict) -> tuple[list, dict]:
 
 def _typed(function: Callable, given: list, options: dict) -> tuple[list, dict]:
     """Arguments of the types that TorchScript's signature has."""
-    if not inspect.isfunction(function):
+    if not inspect.isfunction(function) or torch.jit._builtins._find_builtin(function) is not None:
         return _conforming(name_of(function), given, options)
     names, hints = _annotations(function)
     given = [_as_annotated(v, hints.get(name, "")) for v, name in zip(given, names, strict=False)] + given[len(names) :]
@@ -244,14 +244,16 @@ def _schemas(name: str) -> tuple[Any, ...]:
 
 def _conforming(name: str, given: list, options: dict) -> tuple[list, dict]:
     """Arguments as the schema that takes them has them; as they are, if one takes them so, or none does."""
-    values = [*given, *options.values()]
-    for ints_fit in (False, True):  # where a float is wanted
-        for schema in _schemas(name):
-            types = _types(schema, len(given), tuple(options))
-            if types is not None and all(_fits(v, t, ints_fit) for v, t in zip(values, types, strict=True)):
-                if ints_fit:
-                    values = [_converted(v, t) for v, t in zip(values, types, strict=True)]
-                return values[: len(given)], dict(zip(options, values[len(given) :], strict=True))
+    said = {k: v for k, v in options.items() if v is not None}  # None may stand for what a schema has not
+    for named in (options, said):
+        for ints_fit in (False, True):  # where a float is wanted
+            for schema in _schemas(name):
+                values = [*given, *named.values()]
+                types = _types(schema, len(given), tuple(named))
+                if types is not None and all(_fits(v, t, ints_fit) for v, t in zip(values, types, strict=True)):
+                    if ints_fit:
+                        values = [_converted(v, t) for v, t in zip(values, types, strict=True)]
+                    return values[: len(given)], dict(zip(named, values[len(given) :], strict=True))
     return given, options
 
 

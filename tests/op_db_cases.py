@@ -23,7 +23,7 @@ from dbrq.record import SeenOp
 
 #: Each value that the layers give is moved by up to this share of itself from one call to the next.
 _NUDGE = 0.05
-_CALLS = 3
+_CALLS, _SEED = 3, 3
 
 
 def full_name(op: OpInfo) -> str:
@@ -193,7 +193,7 @@ def _add_tail(case: Case) -> None:
 
 def called(model: Callable, inputs: Sequence[Any]) -> Any:
     """One call, from the random state that all calls start from."""
-    torch.manual_seed(3)
+    torch.manual_seed(_SEED)
     with torch.no_grad():
         return model(*map(_copied, inputs))
 
@@ -225,15 +225,15 @@ class Quantized:
         self.qparams = {key: state.qparams(key) for state in token.states.values() for key in state.slots}
 
     def lowered(self, backend: str) -> nn.Module:
-        torch.manual_seed(3)
+        torch.manual_seed(_SEED)
         return dbrq.lower(self.converted, self.calls[0], backend=backend)
 
     def problems(self, run: Callable) -> Iterator[tuple[str, str]]:
         """For each case what is wrong with the results of ``run``, a converted or lowered model, if anything is."""
         found: dict[str, str] = {}
         for number, inputs in enumerate(self.calls):
-            outputs, random = called(run, inputs), 3
-            torch.manual_seed(random)
+            outputs = called(run, inputs)
+            torch.manual_seed(_SEED)
             for i, (case, output) in enumerate(zip(self.cases, outputs, strict=True)):
                 problem = self._problem(i, case, case.inputs[number][1:], output)
                 if problem:
@@ -244,7 +244,7 @@ class Quantized:
         read, h, results, last = output
         again = read.clone()
         with torch.no_grad():
-            expected = [*case.model.results(again, [_copied(t) for t in given])]
+            expected = case.model.results(again, [_copied(t) for t in given])
         got = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         if len(got) != len(expected):
             return f"{len(got)} results where there are {len(expected)}"
@@ -269,7 +269,9 @@ class Quantized:
         expected = read @ weight.T + tail.bias
         bound = bound + 1e-4 * expected.abs()
         off = (last - expected).abs()
-        return "" if (off <= bound).all() else f"the layer behind is off by {off.max():.3g}, and {bound.max():.3g} is fine"
+        if (off <= bound).all():
+            return ""
+        return f"the layer behind is off by {off.max():.3g}, and {bound.max():.3g} is fine"
 
 
 def _difference(a: Tensor, b: Tensor) -> str:

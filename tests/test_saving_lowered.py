@@ -14,6 +14,7 @@ from helpers import run
 from torch import nn
 
 import dbrq
+from dbrq import saving
 from dbrq.errors import LoadError, QuantizationError
 
 
@@ -150,3 +151,21 @@ def test_a_lowered_model_does_not_notice_onednn_fusion():
         torch.jit.enable_onednn_fusion(before)
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], run(quantized, x))
+
+
+def test_a_file_that_is_not_computed_as_it_was_is_refused(tmp_path):
+    """Here another scale stands for a CPU whose kernels give other numbers."""
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval(), torch.randn(4, 16)
+    path = str(tmp_path / "lowered.pt")
+    dbrq.save(dbrq.lower(dbrq.quantize(model, [x]), x), path)
+    label = {saving._LABEL: ""}
+    changed = torch.jit.load(path, _extra_files=label)
+    next(m for m in changed.modules() if hasattr(m, "scale")).scale.mul_(1.5)
+    torch.jit.save(changed, path, _extra_files=label)
+    with pytest.raises(dbrq.LoadError, match="does not give here what it should"):
+        dbrq.load(path)
+    dbrq.set_self_check(False)
+    try:
+        assert dbrq.load(path)(x).shape == (4, 8)
+    finally:
+        dbrq.set_self_check(True)

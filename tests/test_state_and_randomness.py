@@ -531,3 +531,25 @@ def test_a_fused_add_that_broadcasts_does_not_depend_on_earlier_calls():
         for a, b in ((one, one), (empty, one), (one, empty), (one, x), (x, one)):
             assert quantized(a, b).shape == model(a, b).shape
         torch.testing.assert_close(quantized(x, one), model(x, one), atol=0.1, rtol=0.1)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a Python number, which it reads or not."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.linear, self.reads, self.calls = nn.Linear(8, 8), reads, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (self.calls if self.reads else 1)
+
+
+def test_a_number_that_forward_counts_with_is_refused_where_it_matters():
+    x = torch.randn(4, 8)
+    quantized = dbrq.quantize(Counts(reads=True).eval(), [x])
+    before = quantized.calls
+    with pytest.raises(dbrq.RewriteError, match="calls"):
+        dbrq.rewrite(quantized, x)
+    assert quantized.calls == before
+    assert dbrq.rewrite(dbrq.quantize(Counts(reads=False).eval(), [x]), x)(x).shape == (4, 8)
