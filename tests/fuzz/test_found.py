@@ -120,8 +120,9 @@ def test_outputs_that_are_exactly_zero_are_no_disagreement(backend: str) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_numbers_may_fall_in_another_order(backend: str) -> None:
-    """``empty_like`` of a channels_last value is filled in another order: the same numbers at other places. That graph and
-    model then disagree may be refused.
+    """``empty_like`` of a channels_last value is filled in another order: the same numbers at other places.
+
+    That graph and model then disagree may be refused.
     """
     layers = nn.Sequential(nn.Conv3d(1, 1, 1, padding=3), nn.BatchNorm3d(1), nn.ReLU6())
 
