@@ -26,6 +26,7 @@ BACKENDS = ("rewrite", "torchscript", "onednn")
 SEEN, UNSEEN = (15.0, 20.0), (30.0, 3.0)
 #: Text of what turns a rounding into any difference: the cost of 8 bits is no measure there.
 JUMPS = re.compile(r"int|long|bool|floor|round|sign|shrink|[<>%]|//|arg|sort|topk|median|polar|atan2|reciprocal| / ")
+RECURRENT = re.compile(r"LSTM|GRU|RNN")
 #: Runs by which a model that draws random numbers is judged.
 DRAWS = 24
 #: What torch raises when a model does not take its inputs.
@@ -140,6 +141,8 @@ class Run:
         if self.program.config == "float":
             self.expected = list(self.float)
             return
+        if self.program.config == "dynamic" and RECURRENT.search(self.program.source()):
+            return  # the test suite's fake quantization has no recurrent op: only the cost is judged
         reference = Reference(self.model, converted)
         before = copy.deepcopy(reference.stand_in)
         for number, args in enumerate(self.args):
@@ -227,6 +230,8 @@ class Run:
             if self.float[number] is None or (position == len(order) - 1 and self.program.stateful):
                 continue
             result = self._call(backend, model, number)
+            if result is None and self.program.stateful:
+                return  # it may have written some of its state and not the rest
             if result is None:
                 continue
             first = position < len(self.args)
@@ -277,7 +282,7 @@ class Run:
                 return found
         elif found := problem(result, result, self.float[number], None, containers):
             return found
-        if self.program.config == "float" or backend != "converted":
+        if self.program.config == "float" or (backend != "converted" and self.expected[number] is not None):
             return ""
         if (
             self.program.random
