@@ -15,6 +15,7 @@ import dbrq
 
 pytest.importorskip("expecttest")
 
+from helpers import has_compiler
 from op_db_cases import OPS, Case, Quantized, case_of, refusal, samples_of, spellings_of
 from torch.testing._internal import common_methods_invocations
 
@@ -71,6 +72,17 @@ def test_right_or_refused(names):
     if not EVERYTHING and BACKENDS == DEFAULT_BACKENDS:
         assert {case.name for case in tried} == set(names)
         assert refused == {name: REFUSED[name] for name in names if name in REFUSED}
+
+
+#: Compiling takes seconds, so for a few only.
+COMPILED = ["addmm", "cumsum", "index_add", "masked_fill", "nn.functional.gelu", "softmax", "topk", "view"]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_right_on_inductor():
+    quantized = Quantized([next(cases(name)) for name in COMPILED])
+    assert not list(quantized.problems(quantized.lowered("inductor")))
 
 
 def test_a_wrong_result_is_found():
