@@ -392,11 +392,15 @@ class Reference(fx.Interpreter):
         self._forced: Callable[[fx.Node, Any], Any] | None = None
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._samples: dict[str, list[dict[str, Any]]] = {}
+        self._undefined: set[fx.Node] = set()  # of this call: what comes of quantizing NaN, which gives any number
+        self._vague: set[str] = set()  # trials in which there were such
 
     def expected(self, trial: Trial) -> dict[str, Any]:
         """What a call gives."""
         if trial.words not in self._outcomes:
             self._outcomes[trial.words] = self._outcome(trial)
+            if self._undefined:
+                self._vague.add(trial.words)
         return self._outcomes[trial.words]
 
     def samples(self, trial: Trial) -> list[dict[str, Any]]:
@@ -406,8 +410,11 @@ class Reference(fx.Interpreter):
         return self._samples[trial.words]
 
     def difference(self, trial: Trial, got: Outcome) -> Difference | None:
-        """Where what another form gave strays further than rounding accounts for; None if nowhere."""
-        return difference(self.expected(trial), got, lambda: self.samples(trial))
+        """Where what another form gave strays further than rounding accounts for; None if nowhere, or if NaN was
+        quantized, for which there is no right number.
+        """
+        expected = self.expected(trial)
+        return None if trial.words in self._vague else difference(expected, got, lambda: self.samples(trial))
 
     def noise(self, trial: Trial) -> float:
         """How far rounding alone was seen to change an outcome, relative to its size; 0 where all agreed so closely
@@ -434,7 +441,8 @@ class Reference(fx.Interpreter):
             if node.target is DEQUANTIZE and isinstance(node.args[1], float):  # an op may leave rounding to its reader
                 qparams: Any = node.args[1:5]
                 other = torch.fake_quantize_per_tensor_affine(other, *qparams)
-            problem = _local_difference(node, value, other)
+            problem = None if node in self._undefined else _local_difference(node, value, other)
+            self._undefined.discard(node)
             if problem is not None:
                 found.append(WrongOp(node.meta.get("path") or "", node.meta.get("op") or node.name, *problem))
             return value.copy_(other) if self.writes else other  # what is written to may have other names
@@ -457,6 +465,7 @@ class Reference(fx.Interpreter):
         """
         inputs = owned(trial.inputs)
         self._held, self._forced = {}, forced
+        self._undefined = set()
         try:
             with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
                 plain = self.run(*inputs)
@@ -482,6 +491,10 @@ class Reference(fx.Interpreter):
         if node in self._weights:
             return self._weights[node]
         value = super().run_node(node)
+        given = [n for n in node.all_input_nodes if n in self.env]
+        nan = node.target is QUANTIZE and bool(given) and bool(self.env[given[0]].isnan().any())
+        if nan or any(n in self._undefined for n in given):
+            self._undefined.add(node)
         if node.target is DEQUANTIZE_PER_CHANNEL and all(n.op == "get_attr" for n in node.all_input_nodes):
             size = value.numel() * value.element_size()
             if size <= self._room:

@@ -449,6 +449,10 @@ class GraphRecorder:
                 return leaf.fx_node
             if isinstance(leaf, torch.device):
                 return str(leaf)
+            if isinstance(leaf, float) and leaf != leaf:  # which TorchScript has no literal for
+                not_a_number = self.graph.call_function(float, ("nan",))
+                self._describe(not_a_number)
+                return not_a_number
             if isinstance(leaf, np.ndarray) and leaf.ndim:  # whoever made it of an input had its elements asserted
                 return self.node_of(torch.as_tensor(leaf))
             if hasattr(leaf, "dtype") and hasattr(leaf, "item"):  # numpy scalars

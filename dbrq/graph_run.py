@@ -532,6 +532,14 @@ def _stride(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
     return tuple(run.recorder.number(x, "stride", i) for i in range(run.recorder.execute(torch.Tensor.dim, (x,), {})))
 
 
+def _is_contiguous(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> bool:
+    """The layout of an input is the caller's, and what the code does about it is asserted; any other is the graph's."""
+    known = run.recorder.known(args[0])
+    if known is None or not known.is_input:
+        return run.recorder.execute(func, args, kwargs)
+    return run.recorder.number(args[0], "is_contiguous", *args[1:], *kwargs.values()).decided()
+
+
 def _len(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> int:
     return int(run.recorder.size(args[0], 0))
 
@@ -650,7 +658,8 @@ def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> A
 
 
 _SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
-    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride, "__len__": _len,
+    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride,
+    "is_contiguous": _is_contiguous, "__len__": _len,
     "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
     _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,

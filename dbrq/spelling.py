@@ -56,10 +56,11 @@ _LISTED = {name: getattr(torch.ops.aten, name) for name in ("broadcast_tensors",
 #: Functions that give views, which their schemas do not say -> those of which they do.
 _SAFE = {"unsafe_chunk": "chunk", "unsafe_split": "split", "unsafe_split_with_sizes": "split_with_sizes"}
 _DROPPED = frozenset({"device", "pin_memory", "layout", "requires_grad", "generator", "non_blocking"})
-#: Methods that cast, which TorchScript lacks.
-_TO_DTYPE = {
+#: Methods that cast.
+_CASTS = {
     "bool": torch.bool, "byte": torch.uint8, "char": torch.int8, "short": torch.int16, "int": torch.int32,
-    "long": torch.int64, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64,
+    "long": torch.int64, "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
+    "double": torch.float64,
     "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128,
 }  # fmt: skip
 
@@ -133,10 +134,8 @@ def _renamed(keyword: str, name: str) -> str:
 def _method(name: str, given: list, options: dict) -> Spelled:
     if not given:
         given = [options.pop("self", None) if "self" in options else options.pop("input")]
-    if name == "float" and (options or given[1:]):  # TorchScript's takes no more
-        return "call_method", "to", [given[0], torch.float32], options
-    if name in _TO_DTYPE:
-        return "call_method", "to", [given[0], _TO_DTYPE[name]], options
+    if name in _CASTS and (options or name in ("bool", "bfloat16")):  # TorchScript lacks those, and arguments of others
+        return "call_method", "to", [given[0], _CASTS[name]], options
     if name == "type":
         return "call_method", "to", [given[0], dtype_named(given[1] if given[1:] else options["dtype"])], {}
     if name == "norm" and options.get("p") == "fro":
@@ -231,7 +230,7 @@ def _as_float(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_float(v) for v in value]
     if isinstance(value, Traced):
-        return value * 1.0 if type(value.value) is int else value
+        return value * 1.0 if type(value.value) is int else value  # type: ignore[operator]
     return float(value) if type(value) is int else value
 
 
@@ -289,7 +288,7 @@ def _fits(value: Any, wanted: str, ints_fit: bool) -> bool:
         return inner in ("int", "float") and isinstance(value, (int, float)) and _fits(value, inner, ints_fit)
     if wanted == "float" and not ints_fit:
         return isinstance(value, float)
-    return isinstance(value, _TAKEN.get(wanted, object))  # type: ignore[arg-type]
+    return isinstance(value, _TAKEN.get(wanted, object))
 
 
 def _converted(value: Any, wanted: str) -> Any:

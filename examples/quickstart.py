@@ -94,7 +94,7 @@ def main() -> None:
         dbrq.save(lowered, options.save)
         inputs = task.example_inputs()
         torch.save(dict(inputs) if isinstance(inputs, Mapping) else inputs, f"{options.save}.inputs")
-    print(f"\n{dbrq.report(quantized).coverage:.1%} of all convolution and linear multiply-accumulates run in int8.")
+    print(f"\n{dbrq.report(quantized).coverage:.1%} of all multiply-accumulates with weights run in int8.")
 
 
 if __name__ == "__main__":

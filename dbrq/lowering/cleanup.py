@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..graph import is_impure
-from ..op_facts import Facts, Memory, assumed, called, facts_of, family, sources, writes
+from ..op_facts import Facts, Memory, assumed, called, facts_of, family, sources, writes, written
 from .engine import Lowering, is_dequantize, is_weight
 
 
@@ -43,9 +43,26 @@ def written_attributes(graph: fx.Graph) -> frozenset[str]:
     return frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and memory.is_written(n))
 
 
-def _mixed(node: fx.Node, written: fx.Node) -> bool:
+#: What gives a view or a copy, as the layout of what it is given has it.
+_AS_LAID_OUT = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+
+def written_as_laid_out(graph: fx.Graph) -> frozenset[str]:
+    """Names of nodes that are written to only if they lie in memory in a certain way: they must lie as the float
+    model's do, so no kernel may choose another layout for them.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        for target in written(node):
+            names = family(target)
+            if any(called(n) in _AS_LAID_OUT for n in names):
+                found |= {n.name for n in names}
+    return frozenset(found)
+
+
+def _mixed(node: fx.Node, target: fx.Node) -> bool:
     """Whether an op out of place might give another dtype than the memory has."""
-    dtype = written.meta.get("dtype")
+    dtype = target.meta.get("dtype")
     return any(n.meta.get("dtype", dtype) is not dtype for n in node.all_input_nodes if n.meta.get("shape"))
 
 

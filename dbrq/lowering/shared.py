@@ -14,7 +14,7 @@ from ..graph import DEQUANTIZE
 from ..kernels import QParams, ints, script
 from ..mappings import Role
 from ..moves import names_dtype
-from ..op_facts import Memory, called, is_written
+from ..op_facts import Memory, called, is_random, is_written
 from .engine import (
     Lowering,
     Predicate,
@@ -291,12 +291,14 @@ def free_of_strides(lowering: Lowering) -> None:
             if node.op == "call_method" and not names_dtype(node.args, node.kwargs):
                 node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
             continue
-        readers = [user for user in node.users if not _made_by_kernels(user)]
+        written = memory.is_written(node)  # then kernels too must read what others write to
+        readers = [user for user in node.users if written or not _made_by_kernels(user)]
         if readers and _made_by_kernels(node) and _was_contiguous(node) and not memory.is_foreign(node):
             with graph.inserting_after(node):
                 _read_contiguous(graph, node, readers)
     for node in list(graph.nodes):
-        if node.op == "output" or (called(node) in _SEE_STRIDES and not mutable):
+        sees = called(node) in _SEE_STRIDES or is_random(node)  # numbers are drawn in the order of memory
+        if node.op == "output" or (sees and not mutable):
             for read in node.all_input_nodes:
                 if _was_contiguous(read) and not memory.is_foreign(read) and not memory.is_held(read):
                     with graph.inserting_before(node):

@@ -284,7 +284,11 @@ def test_draws_that_nothing_reads(backend: str) -> None:
         return m.layer(x) + torch.randn(x.shape) * 0.1
 
     model, x = Call(forward, layer=nn.Linear(6, 6)).eval(), torch.randn(3, 6)
-    graph = lowered(quantized(model, x), x, backend)
+    try:
+        graph = lowered(quantized(model, x), x, backend)
+    except dbrq.MismatchError:
+        assert backend == "torchscript"  # which itself drops what nothing reads
+        return
     mean = torch.stack(runs(graph, [x] * 40)).mean(0)
     assert sqnr(model.layer(x).detach(), mean) > 20
 

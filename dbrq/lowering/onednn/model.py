@@ -20,7 +20,13 @@ from ...located import at
 from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
 from ...watch import random_state_kept
-from ..cleanup import fold_constants, reduce_mutation, sizes_of_integers, written_attributes
+from ..cleanup import (
+    fold_constants,
+    reduce_mutation,
+    sizes_of_integers,
+    written_as_laid_out,
+    written_attributes,
+)
 from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..model import LoweredModel, without_code
@@ -328,6 +334,7 @@ class OneDNNModel(LoweredModel):
 def mapped(lowering: Lowering) -> None:
     """All stages that do not depend on shapes; at the end partitions stand for what they compute."""
     reduce_mutation(lowering)
+    lowering.kept |= written_as_laid_out(lowering.graph)
     fold_constants(lowering)
     sizes_of_integers(lowering)
     mapping.quantize_before_moves(lowering)
