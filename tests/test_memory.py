@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BACKENDS = ("converted", "rewrite", "torchscript", "onednn")
 FULL = os.environ.get("DBRQ_MEMORY_FULL") == "1"
+BACKENDS = ("converted", "torchscript", "onednn", *(["rewrite", "inductor"] if FULL else []))
 CALLS, SHAPES = (10_000, 300) if FULL else (400, 40)
 #: Megabytes by which the process may grow after the warm-up.
 MOST = 20.0 if FULL else 8.0

@@ -291,3 +291,24 @@ def test_draws_that_nothing_reads(backend: str) -> None:
         return
     mean = torch.stack(runs(graph, [x] * 40)).mean(0)
     assert sqnr(model.layer(x).detach(), mean) > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contiguous_is_the_tensor_itself_or_a_copy_as_the_layout_has_it(backend: str) -> None:
+    """For a contiguous example it is the input itself, and the graph took it for that with other layouts too."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.contiguous()
+        y.mul_(2)
+        return m.layer(x)
+
+    model, example = Call(forward, layer=nn.Conv1d(8, 8, 3)).eval(), torch.randn(1, 8, 12)
+    graph = lowered(quantized(model, example.clone()), example.clone(), backend)
+    x = torch.randn(12, 8, 2).permute(2, 1, 0)
+    (expected,) = runs(model, [x.clone()])
+    try:
+        (result,) = runs(graph, [x.clone()])
+    except RuntimeError as error:
+        assert "dbrq: " in str(error)
+        return
+    assert sqnr(expected, result) > 20
