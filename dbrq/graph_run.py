@@ -26,6 +26,7 @@ from .errors import DeviationError, RewriteError
 from .graph import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
 from .graph_io import Inputs
 from .kernels import along, ints
+from .kernels.known_faults import plain_dilation
 from .kernels.script_recurrent import recurrent
 from .mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
 from .op_facts import writes
@@ -316,6 +317,10 @@ class GraphRun(RunCall):
             rest[1] = [0] * row.ndim if rest[1] == "valid" else [
                 d * (k - 1) // 2 for d, k in zip(ints(rest[2], row.ndim), kernel, strict=True)
             ]  # fmt: skip
+        if (
+            row.ndim
+        ):  # along an axis of one element it means nothing, and kernels of torch, float ones too, read beside it
+            rest[2] = plain_dilation(list(weight.shape[2:]), ints(rest[2], row.ndim))
         result = run_float(row, [x, weight, bias, *rest])
         if op.bias_computed:
             result = result + (along(bound[2], 1, result.dim()) if row.ndim else bound[2])

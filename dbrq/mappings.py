@@ -119,7 +119,7 @@ class Spelling:
             return [*args, *self._tail[len(args) :]]
         values = {**self.defaults, **dict(zip(self.names, args, strict=False))}
         for name, value in kwargs.items():
-            values[_ALIASES.get(name, name)] = value
+            values[name if name in self.names else _ALIASES.get(name, name)] = value
         return [values.get(name) for name in self.row.names]
 
 

@@ -307,13 +307,13 @@ class FakeQuantizeMode(TorchFunctionMode):
             x = found[0]
             reduce_range = bool(getattr(op.qconfig.activation(), "reduce_range", False))
             rounded[id(x)] = fake_quantize(x, kernels.dynamic_qparams(x, reduce_range))
-        first = args[0] if args else next(iter(kwargs.values()))
+        first, target = args[0] if args else next(iter(kwargs.values())), kwargs.get("out")
         args, kwargs = tree_map(lambda leaf: rounded.get(id(leaf), leaf), (args, kwargs))
         output = func(*args, **kwargs)
         if op.decision.writes is not None and not op.decision.chain:
             output = fake_quantize(output, self.qparams[op.decision.writes])
-        if isinstance(out := kwargs.get("out"), Tensor):
-            return out.copy_(output)
+        if isinstance(target, Tensor):
+            return target.copy_(output)
         if spelling.inplace or (op.inplace and isinstance(first, Tensor)):
             return first.copy_(output)
         return output

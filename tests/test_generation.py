@@ -91,6 +91,7 @@ def float_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     configuration = AutoConfig.for_model(name, **CONFIGURATIONS[name], **IDS)
     kind = AutoModelForCausalLM if name in DECODERS else AutoModelForSeq2SeqLM
+    configuration._experts_implementation = "eager"  # layers one by one, which run in int8; grouped products do not
     return kind.from_config(configuration).eval()
 
 
