@@ -27,7 +27,7 @@ from .containers import tree_leaves, tree_map
 from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
 from .located import located, op_of
-from .op_facts import Facts, Watching, called, is_random, memory_of, seen, sources, writes
+from .op_facts import AS_LAID_OUT, Facts, Memory, Watching, called, is_random, memory_of, seen, sources, writes
 from .record import ParameterRef, Tag
 from .sites import user_line
 from .spelling import TAKE_SIZES, spelled
@@ -589,6 +589,17 @@ class GraphRecorder:
         self.decisions.append(f"{what} was {value} ({place})")
         message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
         self._describe(self.graph.call_function(torch._assert, (condition, message)))
+
+    def hold_layouts(self) -> None:
+        """Have the graph assert the layout of inputs by which a write reaches them or a copy."""
+        memory = Memory(self.graph)
+        for node in list(self.graph.nodes):
+            source = node.args[0] if called(node) in AS_LAID_OUT and memory.is_written(node) else None
+            if isinstance(source, fx.Node) and source.op == "placeholder":
+                with self.graph.inserting_before(node):
+                    flag = self.graph.call_method("is_contiguous", (source,))
+                    self._describe(flag)
+                    self.check(flag, source.meta["contiguous"], "whether an input that is written to is contiguous")
 
     # Quantized values
 

@@ -302,6 +302,10 @@ def _at(node: fx.Node, places: tuple[int, ...]) -> list[fx.Node]:
     return [leaves[i] for i in places if i < len(leaves) and isinstance(leaves[i], fx.Node)]
 
 
+#: What gives a view or a copy, as the layout of what it is given has it.
+AS_LAID_OUT = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+
 def writes(node: fx.Node) -> bool:
     """Whether a node writes to memory."""
     return bool(written(node))

@@ -483,6 +483,7 @@ def _record(
     changed = frozenset(recorder.changed_state())
     if recorder.reads_constants and not changed <= state:  # some of the constants are none
         return _record(quantized, args, kwargs, inside, sizes, changed | state)
+    recorder.hold_layouts()
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)

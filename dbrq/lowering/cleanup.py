@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..graph import is_impure
-from ..op_facts import Facts, Memory, assumed, called, facts_of, family, sources, writes, written
+from ..op_facts import AS_LAID_OUT, Facts, Memory, assumed, called, facts_of, family, sources, writes, written
 from .engine import Lowering, is_dequantize, is_weight
 
 
@@ -43,10 +43,6 @@ def written_attributes(graph: fx.Graph) -> frozenset[str]:
     return frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and memory.is_written(n))
 
 
-#: What gives a view or a copy, as the layout of what it is given has it.
-_AS_LAID_OUT = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
-
-
 def written_as_laid_out(graph: fx.Graph) -> frozenset[str]:
     """Names of nodes that are written to only if they lie in memory in a certain way: they must lie as the float
     model's do, so no kernel may choose another layout for them.
@@ -55,7 +51,7 @@ def written_as_laid_out(graph: fx.Graph) -> frozenset[str]:
     for node in graph.nodes:
         for target in written(node):
             names = family(target)
-            if any(called(n) in _AS_LAID_OUT for n in names):
+            if any(called(n) in AS_LAID_OUT for n in names):
                 found |= {n.name for n in names}
     return frozenset(found)
 

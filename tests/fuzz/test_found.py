@@ -209,7 +209,7 @@ def test_reshape_is_a_view_or_a_copy_as_the_layout_has_it(backend: str) -> None:
     expected = runs(model, inputs)
     try:
         results = runs(graph, inputs)
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError, torch.jit.Error) as error:
         assert "dbrq: " in str(error)
         return
     for one, other in zip(expected, results, strict=True):
@@ -308,7 +308,7 @@ def test_contiguous_is_the_tensor_itself_or_a_copy_as_the_layout_has_it(backend:
     (expected,) = runs(model, [x.clone()])
     try:
         (result,) = runs(graph, [x.clone()])
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError, torch.jit.Error) as error:
         assert "dbrq: " in str(error)
         return
     assert sqnr(expected, result) > 20
