@@ -315,7 +315,7 @@ class Run:
             self._add(backend, "refused", f"{_where(error)} {_words(error)}", detail)
         elif said:
             self._add(backend, "refused", _words(said[-1]), detail)
-        elif backend == "rewrite" and "aminmax over an empty dimension" in str(error):  # torch's own op in a plain graph
+        elif backend == "rewrite" and "aminmax over an empty dimension" in str(error):  # torch's own
             self._add(backend, "refused", "no range for an empty batch", detail)
         else:
             self._add(backend, "error", _where(error), detail)
