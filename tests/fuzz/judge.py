@@ -90,8 +90,11 @@ class Reference:
 
     def __call__(self, *args: Any) -> Any:
         shaken = self.generator is not None
-        with Shaken(self.converted, self.generator) if shaken else helpers.FakeQuantizeMode(self.converted):
-            return self.stand_in(*args)
+        mode = Shaken(self.converted, self.generator) if shaken else helpers.FakeQuantizeMode(self.converted)
+        with mode:
+            result = self.stand_in(*args)
+        assert next(mode.ops, None) is None, "this call took another path than the recorded one"
+        return result
 
     def dithered(self, args: tuple, seed: int, dither: float = DITHER) -> list[Any]:
         """What several runs give whose roundings are dithered; the state stays as it is."""

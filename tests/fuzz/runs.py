@@ -25,7 +25,9 @@ BACKENDS = ("rewrite", "torchscript", "onednn")
 #: example, and on what calibration did not see.
 SEEN, UNSEEN = (15.0, 20.0), (30.0, 3.0)
 #: Text of what turns a rounding into any difference: the cost of 8 bits is no measure there.
-JUMPS = re.compile(r"int|long|bool|floor|round|sign|shrink|[<>%]|//|arg|sort|topk|median|polar|atan2|reciprocal| / ")
+JUMPS = re.compile(
+    r"int|long|bool|floor|round|sign|shrink|[<>%]|//|arg|sort|topk|median|polar|atan2|reciprocal|indices| / "
+)
 RECURRENT = re.compile(r"LSTM|GRU|RNN")
 #: Runs by which a model that draws random numbers is judged.
 DRAWS = 24
@@ -39,6 +41,7 @@ REJECTED = (
     AttributeError,
     KeyError,
     UnboundLocalError,
+    AssertionError,
 )
 
 
