@@ -41,6 +41,7 @@ VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
 #: Held while a switch of the process may be off.
 _WARMING = threading.Lock()
+_SCRIPTING = threading.Lock()
 
 
 @without_autocast()
@@ -295,7 +296,9 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        with quiet(DeprecationWarning, UserWarning):  # of torch.jit's end; of annotations of fx.GraphModule's own
+        # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads. Quiet of
+        # torch.jit's end, and of annotations of fx.GraphModule's own.
+        with _SCRIPTING, quiet(DeprecationWarning, UserWarning):
             return torch.jit.script(module)
     except ERRORS_OF_CODE as error:
         if is_bug(error):
