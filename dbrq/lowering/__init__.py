@@ -296,8 +296,8 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
     try:
-        # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads. Quiet of
-        # torch.jit's end, and of annotations of fx.GraphModule's own.
+        # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads.
+        # Quiet of torch.jit's end, and of annotations of fx.GraphModule's own.
         with _SCRIPTING, quiet(DeprecationWarning, UserWarning):
             return torch.jit.script(module)
     except ERRORS_OF_CODE as error:
