@@ -199,13 +199,13 @@ def quantized(function) -> tuple[nn.Module, torch.Tensor]:
 
 
 def seeded(x):
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     return x + torch.rand(4)
 
 
 def seeded_for_a_while(x):
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(3)
         return x + torch.randint(0, 9, (4,))
 
 
