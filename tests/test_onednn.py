@@ -159,7 +159,7 @@ INSTEAD = {
     "other broadcasts": ("layer*2 mean add", "layer*3 mean add"),
     "layer broadcasts": ("layer add", "layer*2 add"),
     "other is a number": ("layer scale", "layer*2 scale"),
-    "other is of integers": ("layer torch:gt torch:to torch:add", "layer*2 torch:gt torch:to torch:add"),
+    "other is of integers": ("layer torch:gt torch:long torch:add", "layer*2 torch:gt torch:long torch:add"),
     "alpha": ("layer torch:add", "layer*2 torch:add"),
     "with itself": ("layer torch:add", "layer*2 torch:add"),
     "one operand again": ("layer*2 add", "layer*3 add"),
