@@ -272,12 +272,22 @@ def test_a_write_through_a_view_of_a_layers_result(backend: str, write: str) -> 
         assert sqnr(runs(model, [x])[0], runs(graph, [x])[0]) > 25
 
 
+DRAWS = {
+    "bernoulli": lambda x: torch.bernoulli(torch.full((1,), 0.5)),
+    "poisson": lambda x: torch.poisson(torch.ones_like(x)),
+    "normal": lambda x: torch.normal(x, 0.1),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=-1),
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_draws_that_nothing_reads(backend: str) -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_that_nothing_reads(backend: str, draw: str) -> None:
     """A dead draw was dropped, the later ones then differed from the model's, and the graph was refused."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        x * torch.bernoulli(torch.full((1,), 0.5))
+        x * DRAWS[draw](x)
         return m.layer(x) + torch.randn(x.shape) * 0.1
 
     model, x = Call(forward, layer=nn.Linear(6, 6)).eval(), torch.randn(3, 6)
@@ -309,3 +319,39 @@ def test_contiguous_is_the_tensor_itself_or_a_copy_as_the_layout_has_it(backend:
         assert "dbrq: " in str(error)
         return
     assert sqnr(expected, result) > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_layer_called_ten_times_and_more(backend: str) -> None:
+    """On onednn values of 1e5 came out from the tenth call of one Conv1d on, with a relu before the first."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x).relu()
+        for _ in range(12):
+            y = y + m.layer(y)
+        return y
+
+    model = Call(forward, first=nn.Conv1d(16, 16, 1), layer=nn.Conv1d(16, 16, 3, padding=1)).eval()
+    x = torch.randn(5, 16, 4)
+    (result,) = runs(lowered(quantized(model, x), x, backend), [x])
+    assert sqnr(runs(model, [x])[0], result) > 25
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contiguous_of_a_clone(backend: str) -> None:
+    """A clone keeps a channels_last layout, of which ``contiguous`` is a copy."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.contiguous().exp_()
+        return m.layer(F.relu(y))
+
+    model, example = Call(forward, layer=nn.Conv2d(8, 8, 3)).eval(), torch.randn(2, 8, 6, 5)
+    graph = lowered(quantized(model, example), example, backend)
+    x = torch.randn(3, 8, 7, 5).to(memory_format=torch.channels_last)
+    try:
+        (result,) = runs(graph, [x])
+    except RuntimeError as error:
+        assert "dbrq: " in str(error)
+        return
+    assert sqnr(runs(model, [x])[0], result) > 20
