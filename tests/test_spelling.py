@@ -128,7 +128,7 @@ SPELLINGS = {
         "overload": lambda x: torch.ops.aten.slice.Tensor(x, -1, 1, 3),
         "segments": lambda x: torch.segment_reduce(x[0], "sum", lengths=torch.tensor([1, 3]), axis=0),
         "nonzero": lambda x: (x.abs() + 1).nonzero(as_tuple=True)[0].float(),
-        "infinite": lambda x: x.masked_fill(x > 0, -math.inf).softmax(-1),
+        "infinite": lambda x: x.masked_fill(x > x.mean(-1, keepdim=True), -math.inf).softmax(-1),
         "not a number": lambda x: x.masked_fill(x > 0, math.nan).nansum(-1) + torch.full((4,), math.nan).nan_to_num(),
         "sizes of tensors": lambda x: x * x.new_full((4,), 2), "split of a method": lambda x: x.unsafe_chunk(2, -1)[0],
     }),

@@ -387,8 +387,7 @@ class Builder:
             if not isinstance(leaf, Value):
                 return leaf
             leaf = self._together(leaf, shared)
-            whole = leaf.offset == 0 and leaf.buffer.size == _dense_size(leaf)
-            if leaf.buffer.kind is Kind.ARENA and whole and leaf.buffer not in taken:
+            if leaf.buffer.kind is Kind.ARENA and _is_whole(leaf) and leaf.buffer not in taken:
                 leaf.buffer.kind = Kind.OUTPUT
             elif leaf.buffer.kind in (Kind.ARENA, Kind.CONSTANT) or (leaf.buffer in taken and not self.mutable):
                 leaf = self.call(_own, (leaf,), {}, writes=True)
@@ -439,8 +438,10 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.preserve_format)
 
 
-def _dense_size(value: Value) -> int:
-    return max(value.numel, 1) * torch.empty((), dtype=value.dtype).element_size()
+def _is_whole(value: Value) -> bool:
+    """Whether the value is all of its buffer, each element once: a tensor made for the one holds the other."""
+    size = max(value.numel, 1) * torch.empty((), dtype=value.dtype).element_size()
+    return value.offset == 0 and value.buffer.size == size and is_dense(value.shape, value.strides)
 
 
 def _order(value: Value) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ class OneDNNModel(LoweredModel):
 
     @staticmethod
     def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
-        return (id(segment), torch.get_num_threads(), *map(_key, values))
+        return (id(segment), torch.get_num_threads(), *_sharing(values), *map(_key, values))
 
     def _compiled(self, segment: Segment, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
@@ -388,6 +388,18 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         return tuple(map(_key, leaves(value)))
     return type(value), value
+
+
+def _sharing(values: Sequence[Any]) -> tuple:
+    """Which of the tensors share memory, and how: (number of the first of them, bytes behind it) for each."""
+    tensors = [v for v in _flat(values) if isinstance(v, Tensor)] if len(values) > 1 else ()
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    owners = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
+    if len(first) == len(tensors):
+        return ()
+    return tuple((i, t.data_ptr() - tensors[i].data_ptr()) for i, t in zip(owners, tensors, strict=True))
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

@@ -197,11 +197,13 @@ def _with_weights(b: Builder, p: Partition, operands: list[Any], src: Value, par
     layout = primitive.layout(Arg.WEIGHTS, weight_shape, parameters.dtype)
     known = parameters.known(weight_shape)
     if known and all(place.desc != layout for place in known):
-        # Another shape's layout, if the same kernel takes it: rather than the weight a second time.
+        # Another shape's layout, if the same kernel takes it: rather than the weight a second time. oneDNN may accept
+        # a layout without the sums that a zero point needs, and read them behind its end: what it says it reads counts.
         with contextlib.suppress(OneDNNError, Unsupported):
             other = make(e, src, dst, bias, known[0].desc)
-            if other.implementation == primitive.implementation:
-                primitive, layout = other, known[0].desc
+            reads = other.layout(Arg.WEIGHTS, weight_shape, parameters.dtype)
+            if other.implementation == primitive.implementation and reads == known[0].desc:
+                primitive, layout = other, reads
     places: dict[int, Any] = {
         **e.places, Arg.SRC: src, Arg.DST: dst,
         Arg.WEIGHTS: parameters.packed(layout, weight_shape, lambda: as_packed(parameters.weight())),
