@@ -576,8 +576,8 @@ class GraphRecorder:
             return False
         return any("dtype" in n.meta or self._reads_values(n) for n in node.all_input_nodes)
 
-    def check(self, node: fx.Node, value: Any, what: str) -> None:
-        """Have the graph assert that ``node`` is ``value``."""
+    def check(self, node: fx.Node, value: Any, what: str, where: fx.Node | None = None) -> None:
+        """Have the graph assert that ``node`` is ``value``, which ``where`` needs; the present line by default."""
         if (node, value) in self._decided:
             return
         self._decided.add((node, value))
@@ -585,21 +585,27 @@ class GraphRecorder:
         if value is not True:
             condition = self.graph.call_function(operator.eq, (node, value))
             self._describe(condition)
-        place = f"module {self.path or '<root>'}, {user_line()}"
+        path, line = (self.path, user_line()) if where is None else (where.meta["path"], where.meta["site"])
+        place = f"module {path or '<root>'}, {line}"
         self.decisions.append(f"{what} was {value} ({place})")
         message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
         self._describe(self.graph.call_function(torch._assert, (condition, message)))
 
     def hold_layouts(self) -> None:
-        """Have the graph assert the layout of inputs by which a write reaches them or a copy."""
+        """Have the graph assert the layout of inputs by which a write reaches a value or a copy of it."""
         memory = Memory(self.graph)
+        held: set[fx.Node] = set()
         for node in list(self.graph.nodes):
-            source = node.args[0] if called(node) in AS_LAID_OUT and memory.is_written(node) else None
-            if isinstance(source, fx.Node) and source.op == "placeholder":
-                with self.graph.inserting_before(node):
-                    flag = self.graph.call_method("is_contiguous", (source,))
-                    self._describe(flag)
-                    self.check(flag, source.meta["contiguous"], "whether an input that is written to is contiguous")
+            if called(node) not in AS_LAID_OUT or not memory.is_written(node):
+                continue
+            # The inputs' layouts and not the value's own: kernels that stand for the ops between may choose another.
+            for source in _tensors_behind(node):
+                if source.op == "placeholder" and source not in held:
+                    held.add(source)
+                    with self.graph.inserting_before(node):
+                        flag = self.graph.call_method("is_contiguous", (source,))
+                        self._describe(flag)
+                        self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
 
     # Quantized values
 
@@ -642,6 +648,17 @@ class GraphRecorder:
         if (memory := memory_of(tensor)) in self._varying and (known is not None or memory in self._state):
             return True
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
+
+
+def _tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
+    """The tensors that a node's value was computed from."""
+    found: dict[fx.Node, None] = {}
+    waiting = [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if "dtype" in n.meta and n not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return found
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
