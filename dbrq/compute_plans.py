@@ -13,7 +13,7 @@ from . import kernels
 from .arguments import activations, constant
 from .auto_trace import UNSURE, InterceptedForward, RunCall
 from .errors import QuantizationError
-from .kernels import NO_POST_OP, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
+from .kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .ranges import seven_bits
@@ -211,6 +211,57 @@ class ComputePlan(Plan):
         result = packed(q, qparams, post_op, out)
         return result if out is not None or not self.contiguous else result.contiguous()
 
+    def prove(self) -> None:
+        token: Any = self.state.token
+        values, stage = token.record.values, len(self.steps)
+        last = values[self.steps[-1].value].producer if stage else self.op
+        writes = None if self.op.bias_computed else last.decision.writes
+        out = None if writes is None else token.states[last.owner].qparams(writes)
+        for vid in self.op.slots().get(0, ()):
+            given = values[vid].info.shape
+            shape = self._as_read(given)
+            if shape is None:
+                continue
+            if len(shape) != len(given):  # without a batch nothing is fused
+                self.packed(False).prove(shape, self.read_qparams[0], NO_POST_OP, None)
+            elif any(step.other_slot is not None for step in self.steps):
+                self._prove_sum(shape, last, out)
+            else:
+                packed = self.packed(self.folds and stage > 0)
+                packed.prove(shape, self.read_qparams[0], self._post_op(stage), out)
+
+    def _prove_sum(self, shape: torch.Size, last: SeenOp, out: QParams | None) -> None:
+        """As ``prove``, for what ``_sum`` does."""
+        token: Any = self.state.token
+        step = next(step for step in self.steps if step.other_slot is not None)
+        adds = token.record.values[step.value].producer
+        others = [token.record.values[vid].info.shape for slot, vid in adds.activations if slot == step.other_slot]
+        if len(others) != 1 or (step.other is None and out is not None):
+            return  # whether it comes as int8 shows when it comes
+        packed, qparams = self.packed(self.folds), self.read_qparams[0]
+        if others[0] != packed.output_shape(shape):
+            packed.prove(shape, qparams, NO_POST_OP, None)
+            return
+        post_op = RELU if self.steps[-1].op.role is Role.ACTIVATION else NO_POST_OP
+        if self.row.ndim and step.other is not None and out is not None:
+            packed.prove(shape, qparams, post_op, out, token.states[adds.owner].qparams(step.other.value))
+        else:
+            packed.prove(shape, qparams, post_op, None, True)
+
+    def _as_read(self, shape: tuple[int, ...]) -> torch.Size | None:
+        """The shape that the kernel sees for an input of ``shape``; None if it sees none."""
+        if 0 in shape or not shape:
+            return None
+        if self.row.ndim and len(shape) == self.row.ndim + 1 and self.plain_input:
+            return torch.Size([1, *shape])
+        if self.row.ndim and len(shape) != self.row.ndim + 2:
+            return None
+        pads = self.op.pad[0] if self.op.pad is not None else self.same_padding or ()
+        sizes = list(shape)
+        for i, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+            sizes[-1 - i] += left + right
+        return torch.Size(sizes)
+
     def _keep_bound(self, key: tuple, entry: tuple) -> None:
         if entry[-1] is not None:
             if len(self._bound) > 64:
@@ -382,6 +433,15 @@ class DynamicLinearPlan(ComputePlan):
     def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
         super().__init__(state, op)
         self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
+
+    def prove(self) -> None:
+        if self.op.decision.mode == "weight_only":
+            return
+        top = 127 if self.reduce_range else 255
+        for vid in self.op.slots().get(0, ()):
+            shape = self._as_read(self.state.token.record.values[vid].info.shape)  # type: ignore[attr-defined]
+            if shape is not None:
+                self.packed(False).prove(shape, QParams(1.0, top // 2, 0, top), NO_POST_OP, None)
 
     def run(self, call: RunCall, bound: list[Any]) -> Any:
         x = plain(bound[0])

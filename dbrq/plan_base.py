@@ -58,6 +58,9 @@ class Plan:
         """Whether a function that takes a weight got the one that this op was recorded with, and the same settings."""
         return True
 
+    def prove(self) -> None:
+        """Try the kernel that the recorded run leads to (``selfcheck``), so that the first call need not."""
+
     # Where values come from
 
     def edge(self, number: int, tag: Tag) -> QParams | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from . import selfcheck
 from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
 from .containers import call_arguments
@@ -454,7 +455,18 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
         parameter.grad = None
     freeze(target.eval())
     token.warn_of_saturation()
+    if selfcheck.enabled():
+        _prove(token)
     return target
+
+
+def _prove(token: QuantizedModelToken) -> None:
+    """Try the kernels for the recorded shapes now; the first call tries those for others."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        for state in token.states.values():
+            for op in state.ops():
+                plan: Any = state.plan(op)
+                plan.prove()
 
 
 def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import default_dynamic_qconfig
 
 import dbrq
 from dbrq import kernels, selfcheck
@@ -215,6 +216,38 @@ def test_kernels_are_tried_once_for_each_geometry(monkeypatch, ledger):
     tried = dict(ledger.problems)
     second(x), first(x), dbrq.quantize(model, [x], progress=False)(x)
     assert tried and set(ledger.problems) == set(tried) and not selfcheck.failures()
+
+
+def layers_of_all_kinds() -> dict[str, tuple[nn.Module, Tensor]]:
+    reflecting, even = nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), nn.Conv2d(4, 6, 2, padding="same")
+    norm = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    image = torch.randn(2, 4, 8, 8)
+    return {
+        "chain": model_and_input(), "residual": (Residual(), image), "norm": (norm, image),
+        "one image": (model_and_input()[0][:3], image[0]), "reflected": (reflecting, image), "even": (even, image),
+        "lengths": (nn.Conv1d(8, 6, 3), image[0]), "frames": (nn.Conv3d(2, 6, 3), torch.randn(1, 2, 4, 8, 8)),
+        "one row": (nn.Linear(8, 4), image[0, 0, 0]),
+        "sentences": (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), image),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", layers_of_all_kinds())
+def test_convert_tries_the_kernels_of_recorded_shapes(name, ledger):
+    model, x = layers_of_all_kinds()[name]
+    quantized = dbrq.quantize(model.eval(), [x], progress=False)
+    tried = set(ledger.problems)
+    quantized(x)
+    assert tried and set(ledger.problems) == tried
+    quantized(torch.cat([x, x], 0) if x.dim() > 3 else x)
+    assert x.dim() < 4 or set(ledger.problems) > tried
+
+
+def test_convert_tries_dynamic_layers_too(ledger):
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
+    quantized = dbrq.convert(dbrq.prepare(model.eval(), x, default_dynamic_qconfig))
+    tried = set(ledger.problems)
+    quantized(x)
+    assert len(tried) == 2 and set(ledger.problems) == tried
 
 
 def test_switched_off_the_kernel_is_believed(monkeypatch):

@@ -368,6 +368,16 @@ class PackedConv:
         small = zero_point != 0 and any(self.padding) and shape.numel() <= _PAD_BY_HAND_BELOW
         return small or self._pads
 
+    def prove(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool = False
+    ) -> None:
+        """Try the kernel for inputs of ``shape`` beforehand; arguments as those of ``__call__``.
+
+        Args:
+            summed: qparams of another value that is added, True where that is float32, False for none.
+        """
+        self._way(shape, qparams, post_op, out, summed)
+
     def _instead(
         self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool = False
     ) -> Callable[..., Tensor] | None:
@@ -489,7 +499,7 @@ class PackedLinear:
         q = q.contiguous()
         rows = q if q.dim() > 1 else q.unsqueeze(0)
         dtype = torch.float32 if out is None else torch.uint8
-        if self._is_right(rows, qparams, post_op, dtype, None):
+        if self._is_right(rows.numel(), qparams, post_op, dtype, None):
             result = self.stock(rows, qparams, post_op, out)
         else:
             result = self._in_levels(rows, qparams, post_op, out)
@@ -510,20 +520,35 @@ class PackedLinear:
             zero, dtype, post_op.name, post_op.args, post_op.algorithm,
         )  # fmt: skip
 
+    def prove(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool = False
+    ) -> None:
+        """As ``PackedConv.prove``."""
+        dtype = torch.float32 if out is None else torch.uint8
+        self._tried(self._rows(shape.numel()), qparams, post_op, dtype, None if summed is False else dtype)
+
     def _is_right(
-        self, rows: Tensor, qparams: QParams, post_op: PostOp, dtype: torch.dtype, summed: torch.dtype | None
+        self, numel: int, qparams: QParams, post_op: PostOp, dtype: torch.dtype, summed: torch.dtype | None
     ) -> bool:
-        """Whether the stock kernel is, for this many rows."""
-        count = rows.numel() // self.weight_shape[1] if self.weight_shape[1] else 0
+        """Whether the stock kernel is, for an input of this many elements."""
+        count = self._rows(numel)
         key = (count, qparams.zero_point != 0, qparams.quant_max, post_op.name, dtype, summed)
         right = self._right.get(key)
         if right is None:
-            call = formulations.call_of(key[1], qparams.quant_max, dtype, post_op, summed)
-            right = not count or formulations.is_linear_right(count, self.weight_shape[1], self.weight_shape[0], call)
             if len(self._right) > 4096:
                 self._right.clear()
-            self._right[key] = right
-            self.words = self.words if right else formulations.IN_LEVELS
+            right = self._right[key] = self._tried(count, qparams, post_op, dtype, summed)
+        return right
+
+    def _rows(self, numel: int) -> int:
+        return numel // self.weight_shape[1] if self.weight_shape[1] else 0
+
+    def _tried(
+        self, count: int, qparams: QParams, post_op: PostOp, dtype: torch.dtype, summed: torch.dtype | None
+    ) -> bool:
+        call = formulations.call_of(qparams.zero_point != 0, qparams.quant_max, dtype, post_op, summed)
+        right = not count or formulations.is_linear_right(count, self.weight_shape[1], self.weight_shape[0], call)
+        self.words = self.words if right else formulations.IN_LEVELS
         return right
 
     def _in_levels(self, rows: Tensor, qparams: QParams, post_op: PostOp, out: QParams | None) -> Tensor:
@@ -547,7 +572,7 @@ class PackedLinear:
         if q.dim() == 1:
             return self.add_(q.unsqueeze(0), qparams, accumulator.unsqueeze(0), relu).squeeze(0)
         q, post_op = q.contiguous(), RELU if relu else NO_POST_OP
-        if not self._is_right(q, qparams, post_op, torch.float32, torch.float32):
+        if not self._is_right(q.numel(), qparams, post_op, torch.float32, torch.float32):
             result = accumulator.add_(self._in_levels(q, qparams, NO_POST_OP, None))
             return result.relu_() if relu else result
         return self.stock_sum(q, qparams, accumulator, None, relu, None)

@@ -89,14 +89,17 @@ def way_of_convolution(geometry: Geometry, call: Call) -> Way:
     Args:
         geometry: as the kernel gets it: padded already if that is done by hand.
     """
+    from .. import kernels
     from . import trials
 
     name = f"onednn.qconv{len(geometry.kernel)}d_pointwise" + (" + sum" if call.summed is not None else "")
+    kernel = kernels._qconv if call.summed is None else kernels._qconv_sum
     found, problem = Way.LEVELS, ""
     for way in ways(geometry):
         if way is Way.LEVELS:
             break
-        this = selfcheck.problem_of((way, geometry, call), functools.partial(trials.convolution, geometry, call, way))
+        trial = functools.partial(trials.convolution, geometry, call, way)
+        this = selfcheck.problem_of((kernel, way, geometry, call), trial)
         if not this:
             found = way
             break
@@ -112,10 +115,12 @@ def is_linear_right(rows: int, inner: int, outer: int, call: Call, added: bool =
     Kernels differ by how many rows fill their blocks; so that not each new length of a text is tried, more than 64 rows
     are tried as the next larger number of the same remainder by 16, with three digits in binary.
     """
+    from .. import kernels
     from . import trials
 
     rows = _like(rows)
-    key = ("linear", rows, inner, outer, call, added)
+    kernel = kernels._qlinear if call.summed is None else kernels._qlinear_sum
+    key = (kernel, rows, inner, outer, call, added)
     problem = selfcheck.problem_of(key, functools.partial(trials.linear, rows, inner, outer, call, added))
     if problem:
         form = " + add" if added else " + sum" if call.summed is not None else ""
