@@ -31,13 +31,13 @@ from .errors import ERRORS_OF_CODE, ConfigurationError
 _disabled = torch._C.DisableTorchFunction
 
 
-def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """A deep copy; ``shared`` tensors are in both.
+def copied(model: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
+    """A deep copy; ``shared`` objects are in both.
 
     Raises:
         ConfigurationError: the model cannot be copied.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    memo: dict[int, Any] = {id(each): each for each in shared}
     # deepcopy refuses tensors that have a history; those in attributes are computed anew in each run.
     for module in model.modules():
         for held in module.__dict__.values():

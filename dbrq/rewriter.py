@@ -33,7 +33,7 @@ from .agreement import (
 from .auto_trace import InterceptedForward, logging_values
 from .capturing import capturing
 from .containers import call_arguments, tree_leaves
-from .copies import copied, uncompiled
+from .copies import uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
 from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
 from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
@@ -42,7 +42,7 @@ from .guards import without_autocast
 from .quantization_state import AutoQuantizationState
 from .record import ModuleStep, Record, SeenOp, Tag
 from .tensors import plain
-from .workflow import token_of
+from .workflow import token_of, working_copy
 
 
 def rewrite(
@@ -192,7 +192,7 @@ class Converted:
         written, changes = reference.changed, reference.writes
         if self._copy is None:
             tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
-            self._copy = copied(self.quantized, [t for name, t in tensors if name not in written])
+            self._copy = working_copy(self.quantized, [t for name, t in tensors if name not in written])
         model, self._copy = self._copy, None
         intercepted: InterceptedForward = model.__dict__["forward"]
         intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
@@ -471,7 +471,7 @@ def _record(
         state: paths of the model's tensors that runs change, as far as that is known before the run.
     """
     kept = [t for name, t in quantized.named_buffers() if t.dtype is torch.int8]  # nothing but dbrq has to do with them
-    model = copied(quantized, kept)  # the run may leave traces in it
+    model = working_copy(quantized, kept)  # the run may leave traces in it
     args, kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ forms are derived, never saved, and rebuilt when what they came from changes.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,18 @@ class Watched:
             if registered.get(name) is not tensor:
                 return False
         return sum(map(_version, self._tensors)) == self._versions
+
+    def moved(self, places: Mapping[int, dict]) -> Watched | None:
+        """The same for a copy of the model that shares these tensors; None if it has others.
+
+        Args:
+            places: id of a dict that registers tensors -> that of the copy.
+        """
+        if any(id(registered) not in places for registered, _, _ in self._places):
+            return None
+        found = copy.copy(self)
+        found._places = [(places[id(registered)], name, tensor) for registered, name, tensor in self._places]
+        return found if found.unchanged() else None
 
 
 _version = operator.attrgetter("_version")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
@@ -183,6 +183,29 @@ class QuantizedModelToken(ModelToken):
         norm = op.decision.chain[0] if op.decision.chain else None
         key = (op.row, op.weight, op.bias, norm and (norm.norm, norm.eps), op.pad, op.constants[3:7])
         return self._packed.setdefault(key, {})
+
+    def take_packed(self, other: QuantizedModelToken) -> None:
+        """Use the packed weights of the model that this one's is a copy of, where both hold the same tensors."""
+        places: dict[int, dict] = {}
+        for path, module in other.modules.items():
+            mine = self.modules[path]
+            places[id(module._parameters)], places[id(module._buffers)] = mine._parameters, mine._buffers
+        for key, entries in other._packed.items():
+            for folded, (watched, packed) in entries.items():
+                if (moved := watched.moved(places)) is not None:
+                    self._packed.setdefault(key, {})[folded] = moved, packed
+
+
+def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
+    """A copy of a converted model for a run that may leave traces in it.
+
+    Args:
+        shared: tensors that both hold; so they do what nothing writes to.
+    """
+    token: QuantizedModelToken = quantized.__dict__["forward"].token
+    model = copied(quantized, [*shared, token.record, *(state.calls for state in token.states.values())])
+    model.__dict__["forward"].token.take_packed(token)
+    return model
 
 
 @without_autocast()
