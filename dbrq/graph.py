@@ -106,7 +106,9 @@ class GraphRecorder:
         self.op: str | None = None
         self._known: dict[int, Known] = {}
         self._kept: list[Any] = []  # tensors whose identity must not be reused
-        self._seed = torch.initial_seed()  # setting another is noticed
+        self._seed = torch.initial_seed()  # setting another is noticed, and so is setting this one again
+        self._seeded_state = torch.Generator().manual_seed(self._seed).get_state().numpy()
+        self._drawn_since = False
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
         self._written: Counter[int] = Counter()  # memory that was written to, and how often
@@ -375,7 +377,7 @@ class GraphRecorder:
     def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
         """Run a call as the graph has it, so that a wrong spelling shows here."""
         target = node.target if callable(node.target) else getattr(torch.Tensor, node.target)
-        state = torch.get_rng_state() if torch.initial_seed() != self._seed else None
+        state = torch.get_rng_state() if self._was_seeded() else None
         try:
             result = self.execute(target, *written)
         except ERRORS_OF_CODE as error:
@@ -387,6 +389,12 @@ class GraphRecorder:
                 got=user_line(), hint="set it before the model is called",
             )  # fmt: skip
         return result
+
+    def _was_seeded(self) -> bool:
+        """Whether the code has set the seed of random numbers."""
+        at_start = np.array_equal(torch.get_rng_state().numpy(), self._seeded_state)  # no op that those who watch see
+        self._drawn_since = self._drawn_since or not at_start
+        return torch.initial_seed() != self._seed or (at_start and self._drawn_since)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """What to call a tensor that the graph will hold."""
