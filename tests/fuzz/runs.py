@@ -133,6 +133,9 @@ class Run:
             try:
                 result = seeded(model, used, number)
             except REJECTED:
+                if self.program.stateful:  # how far a call that fails has come with the state, nobody promises
+                    self.args = self.args[:number]
+                    break
                 self.float.append(None)
                 self.after.append(None)
                 continue
