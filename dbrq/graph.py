@@ -27,7 +27,19 @@ from .containers import tree_leaves, tree_map
 from .errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
 from .kernels import QParams
 from .located import located, op_of
-from .op_facts import AS_LAID_OUT, Facts, Memory, Watching, called, is_random, memory_of, seen, sources, writes
+from .op_facts import (
+    AS_LAID_OUT,
+    BY_MEMORY,
+    Facts,
+    Memory,
+    Watching,
+    called,
+    is_random,
+    memory_of,
+    seen,
+    sources,
+    writes,
+)
 from .record import ParameterRef, Tag
 from .sites import user_line
 from .spelling import TAKE_SIZES, spelled
@@ -128,6 +140,7 @@ class GraphRecorder:
                 if isinstance(value, Tensor):
                     self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
         self.reads_constants = False
+        self._laid_out: set[fx.Node] = set()  # inputs whose layout is asserted
         self._originals = [
             (module, name, value)
             for module in model.modules()
@@ -392,7 +405,8 @@ class GraphRecorder:
 
     def _was_seeded(self) -> bool:
         """Whether the code has set the seed of random numbers."""
-        at_start = np.array_equal(torch.get_rng_state().numpy(), self._seeded_state)  # no op that those who watch see
+        with torch._C.DisableTorchFunction():  # it is not the user's code that looks
+            at_start = np.array_equal(torch.get_rng_state().numpy(), self._seeded_state)
         self._drawn_since = self._drawn_since or not at_start
         return torch.initial_seed() != self._seed or (at_start and self._drawn_since)
 
@@ -600,20 +614,26 @@ class GraphRecorder:
         self._describe(self.graph.call_function(torch._assert, (condition, message)))
 
     def hold_layouts(self) -> None:
-        """Have the graph assert the layout of inputs by which a write reaches a value or a copy of it."""
+        """Have the graph assert the layout of inputs that decides which elements are read, or whether a write reaches a
+        value or a copy of it.
+        """
         memory = Memory(self.graph)
-        held: set[fx.Node] = set()
         for node in list(self.graph.nodes):
-            if called(node) not in AS_LAID_OUT or not memory.is_written(node):
-                continue
-            # The inputs' layouts and not the value's own: kernels that stand for the ops between may choose another.
-            for source in _tensors_behind(node):
-                if source.op == "placeholder" and source not in held:
-                    held.add(source)
-                    with self.graph.inserting_before(node):
-                        flag = self.graph.call_method("is_contiguous", (source,))
-                        self._describe(flag)
-                        self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
+            if called(node) in BY_MEMORY or (called(node) in AS_LAID_OUT and memory.is_written(node)):
+                with self.graph.inserting_before(node):
+                    self.hold_layouts_behind(node)
+
+    def hold_layouts_behind(self, node: fx.Node) -> None:
+        """Have the graph assert the layouts of all inputs that ``node`` was computed from.
+
+        The value's own would not do: kernels that stand for the ops between may choose another.
+        """
+        for source in _tensors_behind(node):
+            if source.op == "placeholder" and source not in self._laid_out:
+                self._laid_out.add(source)
+                flag = self.graph.call_method("is_contiguous", (source,))
+                self._describe(flag)
+                self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
 
     # Quantized values
 

@@ -538,9 +538,13 @@ def _stride(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_contiguous(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> bool:
-    """The layout of an input is the caller's, and what the code does about it is asserted; any other is the graph's."""
+    """The layout of an input is the caller's, and what the code does about it is asserted; any other follows from
+    those of inputs.
+    """
     known = run.recorder.known(args[0])
     if known is None or not known.is_input:
+        if known is not None and not known.static:
+            run.recorder.hold_layouts_behind(known.node)
         return run.recorder.execute(func, args, kwargs)
     return run.recorder.number(args[0], "is_contiguous", *args[1:], *kwargs.values()).decided()
 
@@ -655,6 +659,16 @@ def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
         known.tag = "__setitem__"
 
 
+def _squeeze(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Which axes go is for sizes to decide: as many as here, the graph asserts."""
+    result = run.recorder.call(func, args, kwargs)
+    if len(args) == 1 and not kwargs and isinstance(result, Tensor) and run.recorder.symbolic:
+        known = run.recorder.known(result)
+        if known is not None and not known.static:
+            run.recorder.number(result, "dim").decided()
+    return result
+
+
 def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
     raise RewriteError(
         "a tensor is changed in a way a graph cannot follow", path=run.recorder.path, op=getattr(func, "__name__", "?"),
@@ -669,7 +683,7 @@ _SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
     _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
     "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
-    "tensor": _tensor, "type": _type,
+    "tensor": _tensor, "type": _type, "squeeze": _squeeze, "squeeze_": _squeeze,
     "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
     "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
 }  # fmt: skip

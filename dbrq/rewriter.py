@@ -472,11 +472,11 @@ def _record(
     """
     kept = [t for name, t in quantized.named_buffers() if t.dtype is torch.int8]  # nothing but dbrq has to do with them
     model = working_copy(quantized, kept)  # the run may leave traces in it
-    args, kwargs = owned((args, kwargs))
+    own_args, own_kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
     recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)  # type: ignore[attr-defined]
     _name_leaves(model, recorder)
-    inputs = Inputs(recorder, intercepted, args, kwargs, inside)
+    inputs = Inputs(recorder, intercepted, own_args, own_kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)
     with torch.inference_mode(False), random_state_kept_if_drawn() as drawing:
         output = recorder.write_back(run.record(intercepted, inputs.args, inputs.kwargs))

@@ -355,3 +355,55 @@ def test_contiguous_of_a_clone(backend: str) -> None:
         assert "dbrq: " in str(error)
         return
     assert sqnr(runs(model, [x])[0], result) > 20
+
+
+def by_layout(how: str, y: Tensor, m: Any) -> Tensor:
+    if how == "is_contiguous":
+        return m.layer(y) if y.is_contiguous() else y * 0.5
+    if how == "as_strided":
+        return m.layer(y) + y.as_strided((8,), (1,))
+    y.flatten(1).mul_(0.5)
+    return m.layer(y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["is_contiguous", "as_strided", "flatten"])
+def test_code_that_goes_by_the_layout_of_a_value_it_computed(backend: str, how: str) -> None:
+    """The graph took the example's layout for that of all inputs."""
+    model = Call(lambda m, x: by_layout(how, F.gelu(x), m), layer=nn.Linear(8, 8)).eval()
+    example = torch.randn(1, 5, 6, 8)
+    graph = lowered(quantized(model, example), example, backend)
+    alike, other = torch.randn(2, 5, 6, 8), torch.randn(2, 8, 5, 6).permute(0, 2, 3, 1)
+    assert sqnr(*runs(model, [alike]), *runs(graph, [alike])) > 25
+    with pytest.raises((AssertionError, RuntimeError, torch.jit.Error), match="dbrq: "):
+        runs(graph, [other])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_recording_starts_from_the_inputs_given(backend: str) -> None:
+    """State that is read makes dbrq record again: from inputs that the first run had written to."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x.add_(x)) * m.factor
+        m.mean.mul_(0.9).add_(0.1 * y.mean())
+        return y - m.mean
+
+    model = Call(forward, layer=nn.Conv1d(3, 3, 1)).eval()
+    model.factor = nn.Parameter(torch.randn(3, 1))
+    model.register_buffer("mean", torch.zeros(()))
+    x = torch.randn(5, 3, 8)
+    graph = lowered(quantized(model, x.clone()), x.clone(), backend)
+    model.mean.zero_()
+    (result,) = runs(graph, [x.clone()])
+    assert sqnr(runs(model, [x.clone()])[0], result) > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_squeeze_of_another_number_of_axes(backend: str) -> None:
+    """An error of torch's about a dimension deep in the graph, where the graph holds for another number of axes."""
+    model = Call(lambda m, x: m.layer(x.squeeze()).sum(-2), layer=nn.Linear(8, 4)).eval()
+    graph = lowered(quantized(model, torch.randn(4, 5, 8)), torch.randn(4, 5, 8), backend)
+    x = torch.randn(6, 3, 8)
+    assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 25
+    with pytest.raises((AssertionError, RuntimeError, torch.jit.Error), match="dbrq: "):
+        runs(graph, [torch.randn(1, 5, 8)])
