@@ -252,6 +252,7 @@ def lower_graph(
     torchscript.own_accumulators(lowering)
     shared.free_of_strides(lowering)
     remove_dead(lowering.graph)
+    torchscript.keep_draws(lowering)
     torchscript.prove_kernels(lowering)
     check(lowering)
     lowering.module = _rebuilt(lowering)

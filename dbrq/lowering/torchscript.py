@@ -8,6 +8,7 @@ and ``dequantize``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.script_recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
-from ..op_facts import called, family, is_unsaid, is_written, writes
+from ..op_facts import called, family, is_random, is_unsaid, is_written, writes
 from .engine import (
     Lowering,
     Rewrite,
@@ -329,6 +330,20 @@ def check_said(lowering: Lowering) -> None:
                 path=node.meta.get("path"), op=called(node), got=node.meta.get("site"),
                 hint='write it with other ops, or use backend="onednn"',
             )  # fmt: skip
+
+
+def keep_draws(lowering: Lowering) -> None:
+    """Have random numbers drawn that nothing reads, which TorchScript would leave out: later draws depend on them."""
+    for node in list(lowering.graph.nodes):
+        if is_random(node) and not node.users and "dtype" in node.meta:
+            with lowering.graph.inserting_after(node):
+                count = lowering.graph.call_method("numel", (node,))
+            with lowering.graph.inserting_after(count):
+                drawn = lowering.graph.call_function(operator.ge, (count, 0))
+            with lowering.graph.inserting_after(drawn):
+                check = lowering.graph.call_function(torch._assert, (drawn, "dbrq: random numbers were drawn"))
+            for new in (count, drawn, check):
+                new.meta.update({key: node.meta[key] for key in ("path", "op", "site") if key in node.meta})
 
 
 def own_accumulators(lowering: Lowering) -> None:
