@@ -44,15 +44,15 @@ def spellings_of(op: OpInfo) -> dict[str, Callable]:
     return {name: function for name, function in found.items() if function is not None}
 
 
-def samples_of(op: OpInfo) -> list[SampleInput]:
-    """An op's samples: in float32 if it takes that."""
+def samples_of(op: OpInfo, most: int | None = None) -> list[SampleInput]:
+    """An op's samples, the first ``most`` of them: in float32 if it takes that."""
     wanted = (torch.float32, torch.int64, torch.bool, torch.complex64)
     dtype = next((dtype for dtype in wanted if op.supports_dtype(dtype, "cpu")), None)
     if dtype is None:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(op.sample_inputs("cpu", dtype, requires_grad=False))
+        return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most))
 
 
 def mapping() -> QConfigMapping:
