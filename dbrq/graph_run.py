@@ -317,9 +317,7 @@ class GraphRun(RunCall):
             rest[1] = [0] * row.ndim if rest[1] == "valid" else [
                 d * (k - 1) // 2 for d, k in zip(ints(rest[2], row.ndim), kernel, strict=True)
             ]  # fmt: skip
-        if (
-            row.ndim
-        ):  # along an axis of one element it means nothing, and kernels of torch, float ones too, read beside it
+        if row.ndim:  # along an axis of one element it means nothing, and kernels of torch read beside it
             rest[2] = plain_dilation(list(weight.shape[2:]), ints(rest[2], row.ndim))
         result = run_float(row, [x, weight, bias, *rest])
         if op.bias_computed:
@@ -348,7 +346,7 @@ class GraphRun(RunCall):
             if folded:
                 factor = norm_scale(hook.steps[0], modules)
                 scale, bias = scale * factor, norm_shift(hook.steps[0], modules, factor, bias)
-                recorder.name(bias, f"{op.weight.path}.bias")
+                recorder.name(bias, f"{op.weight.path}.bias".lstrip("."))
             int8 = hook.weight.int8(modules)
             return recorder.weight(str(op.weight), int8, scale), bias
 

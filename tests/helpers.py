@@ -19,7 +19,7 @@ from torch.ao.quantization.backend_config import get_onednn_backend_config
 from torch.overrides import TorchFunctionMode
 
 import dbrq
-from dbrq import kernels
+from dbrq import kernels, selfcheck
 from dbrq.arguments import activations
 from dbrq.attachment import state_of
 from dbrq.containers import call_arguments, tree_leaves, tree_map
@@ -58,6 +58,16 @@ def run(model: Callable, inputs: Any, kwargs: dict | None = None) -> Any:
 def floats(tree: Any) -> list[Tensor]:
     """The floating point tensors of an output, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def graph_of(quantized: nn.Module, x: Any) -> torch.fx.GraphModule:
+    """The Q/DQ graph of a converted model, for tests that compare the two themselves."""
+    checked = selfcheck.enabled()
+    dbrq.set_self_check(False)
+    try:
+        return dbrq.rewrite(quantized, x)
+    finally:
+        dbrq.set_self_check(checked)
 
 
 @contextlib.contextmanager

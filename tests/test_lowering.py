@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, fake_quantized, floats, run, step_of
+from helpers import Call, convert, fake_quantized, floats, graph_of, run, step_of
 from torch import Tensor, fx, nn
 from torch.ao.quantization import (
     PlaceholderObserver,
@@ -161,7 +161,7 @@ def assert_lowers(case: Case, out: str) -> None:
     """Right numbers, by an independent reference, the graph and the converted model; and what the case says runs."""
     model, x = made(case, out)
     quantized = convert(model, x, case.mapping).quantized
-    lowered, graph = dbrq.lower(quantized, x), dbrq.rewrite(quantized, x)
+    lowered, graph = dbrq.lower(quantized, x), graph_of(quantized, x)
     assert isinstance(lowered, torch.jit.ScriptModule)
     got = floats(run(lowered, x))
     references = {"the graph": run(graph, x), "the converted model": run(quantized, x)}

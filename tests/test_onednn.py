@@ -19,7 +19,7 @@ import test_lowering as stock
 import torch
 import torch.nn.functional as F
 import torchvision
-from helpers import Call, convert, fake_quantized, floats, run, sqnr, step_of
+from helpers import Call, convert, fake_quantized, floats, graph_of, run, sqnr, step_of
 from test_lowering import Case, conv, counted, let, made, same
 from torch import Tensor, fx, nn
 from torch.ao.quantization import QConfigMapping
@@ -110,7 +110,7 @@ def assert_lowers(case: Case, out: str, expected: str | None, in_torch: bool = F
     """Right numbers, by an independent reference, the graph and the converted model; and what the case says runs."""
     model, x = made(case, out)
     quantized = convert(model, x, case.mapping).quantized
-    graph = dbrq.rewrite(quantized, x)
+    graph = graph_of(quantized, x)
     x = on_grid(graph, x)
     lowered = lower(quantized, x)
     got = run(lowered, x)

@@ -404,3 +404,13 @@ def test_squeeze_of_another_number_of_axes(backend: str) -> None:
     assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 25
     with pytest.raises((AssertionError, RuntimeError, torch.jit.Error), match="dbrq: "):
         runs(graph, [torch.randn(1, 5, 8)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_of_the_model_itself_with_a_batch_norm_behind(backend: str) -> None:
+    """The folded bias was named after the weight's module, which has no name."""
+    model = Call(lambda m, x: m.norm(F.conv2d(x, m.weight, None, padding=1)), norm=nn.BatchNorm2d(6)).eval()
+    model.weight = nn.Parameter(torch.randn(6, 4, 3, 3) * 0.3)
+    x = torch.randn(2, 4, 5, 6)
+    graph = lowered(quantized(model, x), x, backend)
+    assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 25
