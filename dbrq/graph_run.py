@@ -658,13 +658,11 @@ def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
 
 
 def _squeeze(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Which axes go is for sizes to decide: as many as here, the graph asserts."""
-    result = run.recorder.call(func, args, kwargs)
-    if len(args) == 1 and not kwargs and isinstance(result, Tensor) and run.recorder.symbolic:
-        known = run.recorder.known(result)
-        if known is not None and not known.static:
-            run.recorder.number(result, "dim").decided()
-    return result
+    """Which axes go is for sizes to decide: the same as here, the graph asserts."""
+    if len(args) == 1 and not kwargs and run.recorder.symbolic:
+        for dim in range(run.recorder.execute(torch.Tensor.dim, args, {})):
+            bool(run.recorder.size(args[0], dim) == 1)
+    return _GO_ON
 
 
 def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
