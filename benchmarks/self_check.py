@@ -1,8 +1,8 @@
 """What self-checks cost: ``python benchmarks/self_check.py``.
 
 ``convert`` of a ResNet-50 (which tries the kernels for the shapes that calibration saw), its first eager call, that
-with another batch, and ``lower`` to torchscript and to onednn, each in a fresh process with ``DBRQ_SELF_CHECK`` 1 and 0 in
-turn; seconds. What comes before a step ran with the same switch. Trials of kernels are timed apart: the rest of what
+with another batch, and ``lower`` to torchscript and to onednn, each in a fresh process with ``DBRQ_SELF_CHECK`` 1 and 0
+in turn; seconds. What comes before a step ran with the same switch. Trials of kernels are timed apart: the rest of what
 checks cost is the comparison of the lowered model with the converted one, which runs the plans that the first call
 would have made.
 """
