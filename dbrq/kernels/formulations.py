@@ -154,6 +154,7 @@ def in_way(kernel: script.Conv, way: Way) -> script.Conv:
     elif way is Way.LEVELS:
         cls = script.LevelConvSum if sums else script.LevelConv
     held = _held(kernel)
+    held["may_be_thin"] = kernel.may_be_thin or way in (Way.WIDER, Way.CHANNELS)
     if way is Way.WIDER:
         held["widen"] = True
     elif way is Way.CHANNELS:

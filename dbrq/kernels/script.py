@@ -276,6 +276,7 @@ class Conv(_Kernel):
     Attributes:
         widen: ask the kernel for one column more than is wanted.
         more_channels: of zeros, appended to the input.
+        may_be_thin: ``is_thin`` is asked of inputs; elsewhere TorchScript leaves out what would follow.
         fuses_sum: whether one kernel adds another value (in ``ConvSum``).
         words: how it is computed, for reports; "" for the stock kernel itself.
     """
@@ -296,6 +297,7 @@ class Conv(_Kernel):
         "pads_by_hand",
         "two_columns",
         "thin_below",
+        "may_be_thin",
         "widen",
         "more_channels",
         "fuses_sum",
@@ -328,6 +330,7 @@ class Conv(_Kernel):
         self.two_columns = extent[-1] + self.stride[-1] - 2 * self.padding[-1]
         pointwise = not any((*self.padding, *self.hand_padding)) and {*self.kernel, self.stride[-1]} == {1}
         self.thin_below = 0 if pointwise else self.two_columns
+        self.may_be_thin = self.thin_below > 0 or self.ndim == 3
         self.widen, self.more_channels = False, 0
         self.packed = self.pack()
 
@@ -385,8 +388,9 @@ class Conv(_Kernel):
         self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
     ) -> Tensor:  # fmt: skip
         """The convolution of a prepared input."""
-        if self.is_thin(q):
-            return self.convolved_thin(q, scale, zero_point, dtype, post_op)
+        if self.may_be_thin:  # noqa: SIM102 (a constant alone is decided when this is compiled)
+            if self.is_thin(q):
+                return self.convolved_thin(q, scale, zero_point, dtype, post_op)
         arguments: List[Optional[number]] = []
         if post_op != "none" and self.arguments > 0:
             arguments.append(self.first)
@@ -456,17 +460,11 @@ class ConvSum(Conv):
         q = self.prepared(q)
         height = (q.size(2) + self.room[0]) // self.stride[0] + 1
         width = (q.size(3) + self.room[1]) // self.stride[1] + 1
-        if (
-            not self.fuses_sum
-            or self.is_thin(q)
-            or list(other.size())
-            != [
-                q.size(0),
-                self.weight.size(0),
-                height,
-                width,
-            ]
-        ):  # where it broadcasts, the kernel would take it for memory that is not there
+        # Where it broadcasts, the kernel would take it for memory that is not there.
+        apart = not self.fuses_sum or list(other.size()) != [q.size(0), self.weight.size(0), height, width]
+        if self.may_be_thin:
+            apart = apart or self.is_thin(q)
+        if apart:
             return self.separately(q, other)
         if self.owned:
             accumulator = other.contiguous(memory_format=torch.channels_last)
