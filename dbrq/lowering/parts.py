@@ -20,7 +20,7 @@ from .. import op_facts
 from ..agreement import random_state_kept_if_drawn
 from ..attachment import state_of
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
-from ..containers import call_arguments, tree_map
+from ..containers import call_arguments, tree_leaves, tree_map
 from ..copies import copied
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
 from ..graph import DEQUANTIZE, QUANTIZE, remove_dead
@@ -46,7 +46,7 @@ class Lowered:
         model: what runs.
         restore: makes the user's containers of what ``model`` returns; None if it returns them.
         names: what the module's forward takes by position.
-        makers: argument -> who made it; of values of other origin the graph knows no range.
+        makers: argument -> who made its tensors; of values of other origin the graph knows no range.
         reads: argument -> qparams, for those that the model takes as uint8.
         writes: for each tensor of the output, its qparams where it is uint8.
         tags: who made each tensor of the output.
@@ -57,7 +57,7 @@ class Lowered:
     model: nn.Module
     restore: Callable[[Any], Any] | None
     names: tuple[str, ...]
-    makers: dict[str, Tag]
+    makers: dict[str, tuple[Tag, ...]]
     reads: dict[str, QParams]
     writes: tuple[QParams | None, ...]
     tags: tuple[Tag, ...]
@@ -65,8 +65,11 @@ class Lowered:
 
     def __call__(self, call: RunCall, args: tuple, kwargs: dict) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        for name, maker in self.makers.items():
-            if name not in given or call.tag_of(given[name]) != maker:
+        for name, makers in self.makers.items():
+            tensors = [leaf for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+            if len(tensors) != len(makers):
+                return NOT_RUN
+            if any(m is not None and call.tag_of(t) != m for t, m in zip(tensors, makers, strict=True)):
                 return NOT_RUN
         with torch._C.DisableTorchFunction():
             taken = [self._taken(name, x) for name, x in zip(self.names, args, strict=False)]
@@ -224,7 +227,7 @@ class _Parts:
             restore = codegen.returned
         return Lowered(
             state.path, lowered, restore, module.__dict__["forward"].parameter_names,
-            {name: its[0] for name, its in tags.items() if len(its) == 1 and its[0] is not None},
+            {name: its for name, its in tags.items() if any(tag is not None for tag in its)},
             reads, writes, recording.tags, dict(_calls_inside(self.record, state.path, number)),
         )  # fmt: skip
 

@@ -27,8 +27,9 @@ RUNS, DITHER = 6, 0.06
 SLACK = 3.0
 #: Part of the range of values that no difference below counts: float arithmetic in another order.
 NOISE = 2e-4
-#: The same beside a reference that rounds: half a step of 8 bits, where the dither happens to move nothing.
-HALF_A_STEP = 0.5 / 255
+#: The same beside a reference that rounds: half a step of 8 bits (of both signs), where the dither happens to move
+#: nothing.
+HALF_A_STEP = 1 / 255
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -414,3 +414,31 @@ def test_a_weight_of_the_model_itself_with_a_batch_norm_behind(backend: str) -> 
     x = torch.randn(2, 4, 5, 6)
     graph = lowered(quantized(model, x), x, backend)
     assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 25
+
+
+class Named(nn.Module):
+    """Takes a dict and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": self.layer(batch["x"])}
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_part_that_takes_a_dict(backend: str) -> None:
+    """Who made its tensors was asked of the dict itself."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.named({"x": x})["y"]
+        return m.last(y) if y.sum() > 0 else y * 0.5
+
+    model = Call(forward, named=Named(), last=nn.Linear(6, 6)).eval()
+    data = [torch.randn(2, 8) for _ in range(12)]
+    converted = dbrq.quantize(model, data, progress=False)
+    graph = lowered(converted, data[0], backend)
+    assert any(state.parts for state in graph.forward.token.states.values())
+    for x, a, b in zip(data, runs(model, data), runs(graph, data), strict=True):
+        assert sqnr(a, b) > 20, x
