@@ -194,6 +194,17 @@ def test_threads(small):
     assert not failed
 
 
+def test_calls_share_nothing_with_an_export_in_another_thread(small, monkeypatch):
+    # While one thread exports, what keeps TorchDynamo out of a function notes that in a dict of the process.
+    _, model = small
+    x = torch.randn(2, 3, 8, 8)
+    expected = run(model, x)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    monkeypatch.setattr(torch.fx.traceback, "annotate", lambda _: pytest.fail("a dict that threads share is changed"))
+    assert torch.equal(run(model, x), expected)
+
+
+
 def test_save_load_and_report(small, tmp_path):
     quantized, model = small
     dbrq.save(model, tmp_path / "model")
