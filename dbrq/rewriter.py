@@ -123,14 +123,33 @@ def record(
     except SeveralPathsError:  # it knows the very line that decides
         raise
     except ERRORS_OF_CODE as error:
-        if parting is None or is_bug(error):
+        if is_bug(error):
             raise
-        raise parting from None
+        if parting is not None:
+            raise parting from None
+        if isinstance(error, QuantizationError) or inside is not None or not _runs(quantized, args, kwargs):
+            raise
+        raise RewriteError(
+            f"the graph of this model does not run as the model does: {error}", path="", got=type(error).__name__,
+            expected="ops that take what the ops before them give in a graph", hint="keep using the converted model, "
+            "or spell it otherwise (reshape instead of view, where values have another layout)",
+        ) from error  # fmt: skip
     if parting is not None:
         raise parting
     if not selfcheck.enabled():
         return recording
     return _agreeing(recording, Converted(quantized, inside), args, kwargs)
+
+
+def _runs(quantized: nn.Module, args: tuple, kwargs: dict) -> bool:
+    """Whether the converted model itself takes these arguments."""
+    args, kwargs = owned((args, kwargs))
+    try:
+        with torch.inference_mode(False), torch.no_grad(), seeded(0):
+            working_copy(quantized, ())(*args, **kwargs)
+    except ERRORS_OF_CODE:
+        return False
+    return True
 
 
 #: Of a model's outputs, relative to their size: what changes more by rounding alone deserves a warning.

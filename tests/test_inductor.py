@@ -204,7 +204,6 @@ def test_calls_share_nothing_with_an_export_in_another_thread(small, monkeypatch
     assert torch.equal(run(model, x), expected)
 
 
-
 def test_save_load_and_report(small, tmp_path):
     quantized, model = small
     dbrq.save(model, tmp_path / "model")

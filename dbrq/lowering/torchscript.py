@@ -333,9 +333,9 @@ def check_said(lowering: Lowering) -> None:
 
 
 def keep_draws(lowering: Lowering) -> None:
-    """Have random numbers drawn that nothing reads, which TorchScript would leave out: later draws depend on them."""
+    """Have random numbers drawn that no result needs, which TorchScript would leave out: later draws depend on them."""
     for node in list(lowering.graph.nodes):
-        if is_random(node) and not node.users and "dtype" in node.meta:
+        if is_random(node) and "dtype" in node.meta:
             with lowering.graph.inserting_after(node):
                 count = lowering.graph.call_method("numel", (node,))
             with lowering.graph.inserting_after(count):

@@ -163,6 +163,8 @@ class Run:
                 self.expected[number] = seeded(reference, copy.deepcopy(args), number)
             except (AssertionError, StopIteration, RuntimeError, KeyError, TypeError, ValueError, IndexError):
                 self.expected[number] = None  # another path than the recorded one: only the cost is judged
+                if self.program.stateful:
+                    break
             if state is not None:
                 self.states = getattr(self, "states", {})
                 self.states[number] = state

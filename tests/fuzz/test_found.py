@@ -278,6 +278,7 @@ DRAWS = {
     "normal": lambda x: torch.normal(x, 0.1),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=-1), "randperm": lambda x: x[torch.randperm(len(x))],
+    "written to": lambda x: F.relu(F.dropout(torch.ones_like(x), 0.5, training=True) * x, inplace=True),
     "randn_like": torch.randn_like, "dropout": lambda x: F.dropout(x, 0.3, training=True),
 }  # fmt: skip
 
@@ -442,3 +443,34 @@ def test_a_part_that_takes_a_dict(backend: str) -> None:
     assert any(state.parts for state in graph.forward.token.states.values())
     for x, a, b in zip(data, runs(model, data), runs(graph, data), strict=True):
         assert sqnr(a, b) > 20, x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transposed_convolution_whose_result_is_empty(backend: str) -> None:
+    model = Call(
+        lambda m, x: m.layer(m.first(x)), first=nn.Conv3d(4, 4, 1), layer=nn.ConvTranspose3d(4, 6, 2, padding=1)
+    )
+    model, example = model.eval(), torch.randn(2, 4, 2, 2, 8)
+    graph = lowered(quantized(model, example), example, backend)
+    x = torch.randn(2, 4, 1, 5, 9)
+    assert [y.shape for y in runs(graph, [x])] == [y.shape for y in runs(model, [x])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_view_that_the_graphs_layout_does_not_allow(backend: str) -> None:
+    """torch's bare error left the library, from the comparison of graph and model."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.second(m.first(x).permute(3, 2, 0, 1))
+        return y.view(y.shape[0], 2, -1).unbind(1)[1]
+
+    layers = nn.Sequential(
+        nn.Conv2d(5, 16, (1, 3), padding=2, dilation=2, bias=False), nn.BatchNorm2d(16), nn.Hardswish()
+    )
+    first = nn.Conv2d(5, 5, 3, stride=2, groups=5, padding_mode="replicate")
+    model, x = Call(forward, first=first, second=layers).eval(), torch.randn(2, 5, 12, 3)
+    try:
+        graph = lowered(quantized(model, x), x, backend)
+    except dbrq.RewriteError:
+        return
+    assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 20

@@ -26,6 +26,8 @@ def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements fill their memory without gaps or overlaps, in whatever order."""
+    if 0 in shape:
+        return True
     step = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if stride != step:

@@ -240,6 +240,8 @@ def deconvolution(b: Builder, p: Partition, arguments: list[Any], operands: list
         (size - 1) * s - 2 * a + d * (k - 1) + e + 1
         for size, s, a, d, k, e in zip(value.shape[2:], stride, padding, dilation, kernel, extra, strict=True)
     ]
+    if min(sizes) <= 0:
+        raise Unsupported("its result is empty")
     shape = (value.shape[0], outputs * groups, *sizes)
     grouped = (groups, outputs, inputs // groups, *kernel) if groups > 1 else (outputs, inputs, *kernel)
     value = laid_out(b, value, channels_last(value.shape))
