@@ -166,7 +166,10 @@ class GraphRecorder:
         with torch._C.DisableTorchFunction():  # the run may be on its way, which would trace the sizes
             node.meta.setdefault("dtype", tensor.dtype)
             node.meta.setdefault("shape", tuple(tensor.shape))
-            node.meta.setdefault("contiguous", tensor.layout is torch.strided and tensor.is_contiguous())
+            strided = tensor.layout is torch.strided
+            node.meta.setdefault("contiguous", strided and tensor.is_contiguous())
+            if strided and tensor.dim() == 4:
+                node.meta.setdefault("channels_last", tensor.is_contiguous(memory_format=torch.channels_last))
         return known
 
     def alias(self, tensor: Tensor, source: Tensor) -> Tensor:
@@ -634,6 +637,10 @@ class GraphRecorder:
                 flag = self.graph.call_method("is_contiguous", (source,))
                 self._describe(flag)
                 self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
+                if not source.meta["contiguous"] and "channels_last" in source.meta:
+                    flag = self.graph.call_method("is_contiguous", (source,), {"memory_format": torch.channels_last})
+                    self._describe(flag)
+                    self.check(flag, source.meta["channels_last"], "whether an input is channels_last", node)
 
     # Quantized values
 

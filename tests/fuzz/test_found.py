@@ -378,6 +378,15 @@ def test_code_that_goes_by_the_layout_of_a_value_it_computed(backend: str, how: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_two_layouts_neither_of_which_is_contiguous(backend: str) -> None:
+    model = Call(lambda m, x: m.layer(x) * 2 + m.layer(x).as_strided((1,), (1,)), layer=nn.Conv2d(5, 2, 1)).eval()
+    example = torch.randn(5, 3, 7, 8).transpose(0, 1)
+    graph = lowered(quantized(model, example), example, backend)
+    with pytest.raises((AssertionError, RuntimeError, torch.jit.Error), match="dbrq: "):
+        runs(graph, [torch.randn(3, 5, 7, 7).to(memory_format=torch.channels_last)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_recording_starts_from_the_inputs_given(backend: str) -> None:
     """State that is read makes dbrq record again: from inputs that the first run had written to."""
 
