@@ -17,7 +17,7 @@ from .kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParams
 from .mappings import Role, Spelling
 from .plan_base import Plan, Quantized
 from .ranges import seven_bits
-from .record import SeenOp, Tag
+from .record import SeenOp, Step, Tag
 from .tensors import Int8Tensor, plain, set_tag
 from .weights import (
     StoredWeight,
@@ -217,6 +217,7 @@ class ComputePlan(Plan):
         last = values[self.steps[-1].value].producer if stage else self.op
         writes = None if self.op.bias_computed else last.decision.writes
         out = None if writes is None else token.states[last.owner].qparams(writes)
+        addition = next((step for step in self.steps if step.other_slot is not None), None)
         for vid in self.op.slots().get(0, ()):
             given = values[vid].info.shape
             shape = self._as_read(given)
@@ -224,16 +225,15 @@ class ComputePlan(Plan):
                 continue
             if len(shape) != len(given):  # without a batch nothing is fused
                 self.packed(False).prove(shape, self.read_qparams[0], NO_POST_OP, None)
-            elif any(step.other_slot is not None for step in self.steps):
-                self._prove_sum(shape, last, out)
+            elif addition is not None:
+                self._prove_sum(shape, addition, out)
             else:
                 packed = self.packed(self.folds and stage > 0)
                 packed.prove(shape, self.read_qparams[0], self._post_op(stage), out)
 
-    def _prove_sum(self, shape: torch.Size, last: SeenOp, out: QParams | None) -> None:
-        """As ``prove``, for what ``_sum`` does."""
+    def _prove_sum(self, shape: torch.Size, step: Step, out: QParams | None) -> None:
+        """As ``prove``, for what ``_sum`` does with the addition ``step``."""
         token: Any = self.state.token
-        step = next(step for step in self.steps if step.other_slot is not None)
         adds = token.record.values[step.value].producer
         others = [token.record.values[vid].info.shape for slot, vid in adds.activations if slot == step.other_slot]
         if len(others) != 1 or (step.other is None and out is not None):
