@@ -491,6 +491,35 @@ def test_self_test_of_several_inputs_and_outputs(tmp_path):
     assert lowered.self_test() and elsewhere(lowered, tmp_path, "print(model.self_test())") == "True"
 
 
+class ByLayout(nn.Module):
+    """What it does with its input depends on how that lies in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x) if x.is_contiguous() else self.a(-x) + x.contiguous().sum()
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        lambda: torch.randn(1, 8).expand(3, 8),
+        lambda: torch.randn(3, 16)[:, ::2],
+        lambda: torch.randn(8, 3).t(),
+        lambda: torch.randn(10).unfold(0, 8, 1),
+        lambda: torch.randn(1, 3, 1).expand(2, 3, 8)[:, 1:],
+    ],
+    ids=["expanded", "sliced", "transposed", "overlapping", "a slice of expanded"],
+)
+def test_self_test_of_an_example_that_is_not_contiguous(example, tmp_path):
+    """The graph refuses inputs of other layouts, so the example has to keep its own."""
+    torch.manual_seed(0)
+    lowered = lowered_of(ByLayout(), example())
+    assert lowered.self_test() and elsewhere(lowered, tmp_path, "print(model.self_test())") == "True"
+
+
 def test_self_test_leaves_state_as_it_is():
     lowered = lowered_of(Counting(), torch.randn(3, 8))
     before = {name: tensor.clone() for name, tensor in lowered.named_buffers()}

@@ -119,7 +119,10 @@ class SelfTest:
     def _literal(self, value: Any) -> str:
         """An input, as TorchScript writes it."""
         if isinstance(value, Tensor):
-            return f"{self._held(value)}.clone()"
+            if value.layout is not torch.strided or _keeps_strides(value):
+                return f"{self._held(value)}.clone()"
+            span = f"{self._held(_memory_of(value))}.clone()"
+            return f"{span}.as_strided({list(value.shape)}, {list(value.stride())})"
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -128,6 +131,20 @@ class SelfTest:
             return "{" + ", ".join(f"{key!r}: {self._literal(item)}" for key, item in value.items()) + "}"
         items = ", ".join(map(self._literal, value))
         return f"[{items}]" if isinstance(value, list) else f"({items},)" if items else "()"
+
+
+def _keeps_strides(tensor: Tensor) -> bool:
+    """Whether a copy is laid out as the tensor is: graphs may go by that, and say so of their inputs."""
+    return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, one-dimensional, where its strides look for them; zeros in between."""
+    strides = tensor.stride()
+    memory = tensor.new_zeros(1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)))
+    once = tensor[tuple(slice(0, 1 if s == 0 else n) for n, s in zip(tensor.shape, strides, strict=True))]
+    memory.as_strided(once.shape, strides).copy_(once)
+    return memory
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
