@@ -10,7 +10,7 @@
 1.0
 """
 
-from .doctor import doctor
+from .calibration.observers import HistogramObserver, default_qconfig_mapping
 from .errors import (
     CalibrationError,
     CompilerError,
@@ -27,17 +27,17 @@ from .errors import (
     RewriteError,
     SeveralPathsError,
 )
-from .exporting import export
+from .exporting.onnx import export_onnx
+from .exporting.program import export
 from .fusion import find_fusions
+from .inspection.doctor import doctor
+from .inspection.profiling import profile
+from .inspection.report import compare, log_values, report
 from .lowering import lower
-from .observers import HistogramObserver, default_qconfig_mapping
-from .onnx_export import export_onnx
-from .profiling import profile
-from .recipes import load_recipe, save_recipe
-from .report import compare, log_values, report
 from .rewriter import rewrite
-from .saving import load, save
 from .selfcheck import set_self_check
+from .serialization.models import load, save
+from .serialization.recipes import load_recipe, save_recipe
 from .workflow import calibrate, convert, prepare, quantize
 
 __version__ = "0.1.0"

@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from . import moves
-from .containers import tree_leaves, tree_map
-from .decompositions import DECOMPOSABLE, decomposed
+from .eager import views
+from .eager.decompositions import DECOMPOSABLE, decomposed
 from .errors import ConfigurationError, KernelInputError
 from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
 from .op_facts import mutates
-from .record import Place, Tag
-from .sites import border, chain_of_spots, spot
+from .pytree import tree_leaves, tree_map
+from .record.callsite import border, chain_of_spots, spot
+from .record.record import Place, Tag
 from .tensors import Int8Tensor, Lazy, Provenance, current, plain, unmarked
 
 if TYPE_CHECKING:
@@ -483,7 +483,7 @@ class RunCall(TorchFunctionMode):
         if not isinstance(subject, Tensor) or mutates(func):
             return self._other(func, args, kwargs)
         if isinstance(subject, Lazy):
-            moved = moves.move(func, row, subject, args, kwargs)
+            moved = views.move(func, row, subject, args, kwargs)
             if moved is not None:
                 return moved
         tag = self.tag_of(subject)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .containers import call_arguments
+from .calibration.recorder import watch
 from .kernels import SUPPORTED_POST_OPS
 from .mappings import Role
-from .record import Record, SeenOp, Step
-from .watch import watch
+from .pytree import call_arguments
+from .record.record import Record, SeenOp, Step
 
 
 def find_chains(record: Record, heads: list[SeenOp]) -> dict[int, list[SeenOp]]:

@@ -16,13 +16,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from .attachment import extend, original
-from .containers import tree_leaves, tree_map
 from .errors import ERRORS_OF_CODE, ConfigurationError, QuantizationError
+from .hidden_state import extend, original
 from .mappings import Role
+from .pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from .record import SeenOp
+    from .record.record import SeenOp
 
 
 def freeze(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .containers import tree_leaves
+from .pytree import tree_leaves
 
 #: Ops that write to arguments although their schemas do not say so -> which, if their argument ``training`` is true.
 _WRITES_UNSAID = {"aten::native_batch_norm": ("running_mean", "running_var")}

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .auto_trace import Came, InterceptedForward, ModelToken, RunCall
+from .eager.weights import check_entry
 from .errors import DeviationError, LoadError
 from .kernels import QParams, together
+from .kernels.ranges import SAFE, WANTED, for_this_cpu, makes_sense
 from .mappings import OpRow, Spelling
-from .ranges import SAFE, WANTED, for_this_cpu, makes_sense
-from .record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
-from .sites import Site, Spot, site
-from .weights import check_entry
+from .record.callsite import Site, Spot, site
+from .record.record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
 
 
 class Part(Protocol):
@@ -270,7 +270,7 @@ class AutoQuantizationState(nn.Module):
         """The hook of one op."""
         hook = self._plans.get(op)
         if hook is None:
-            from .plans import plan
+            from .eager.ops import plan
 
             hook = plan(self, op)
             sites, places = self._sharing()

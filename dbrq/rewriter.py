@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import selfcheck
-from .agreement import (
+from .auto_trace import InterceptedForward, logging_values
+from .calibration.surgery import uncompiled
+from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
+from .graph.agreement import (
     INFORMATIVE,
     STATE,
     Outcome,
@@ -30,17 +33,14 @@ from .agreement import (
     random_state_kept_if_drawn,
     seeded,
 )
-from .auto_trace import InterceptedForward, logging_values
-from .capturing import capturing
-from .containers import call_arguments, tree_leaves
-from .copies import uncompiled
-from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
-from .graph import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
-from .graph_io import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
-from .graph_run import GraphRun
+from .graph.compile_flag import capturing
+from .graph.recorder import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
+from .graph.run import GraphRun
+from .graph.signature import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .guards import without_autocast
+from .pytree import call_arguments, tree_leaves
 from .quantization_state import AutoQuantizationState
-from .record import ModuleStep, Record, SeenOp, Tag
+from .record.record import ModuleStep, Record, SeenOp, Tag
 from .tensors import plain
 from .workflow import token_of, working_copy
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .containers import tree_map
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
+from .pytree import tree_map
 
 if TYPE_CHECKING:
-    from .record import Tag
+    from .record.record import Tag
 
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction

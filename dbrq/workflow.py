@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
-from .attachment import attach, state_of
 from .auto_trace import InterceptedForward, ModelToken, active
-from .containers import call_arguments
-from .copies import (
+from .calibration.observers import observed
+from .calibration.observing import Observing
+from .calibration.placement import Observation, Placement
+from .calibration.qconfigs import QConfigResolver, as_mapping, kind
+from .calibration.recorder import Watch, intercept, watch
+from .calibration.surgery import (
     bake,
     copied,
     run_later_hooks_plainly,
@@ -26,21 +29,18 @@ from .copies import (
     uncompile_children,
     uncompiled,
 )
+from .eager.recurrent import recurrent_weights
+from .eager.weights import convert_recurrent, convert_weights, trained_qparams
 from .errors import ConfigurationError, NotCalibratedError, QuantizationError
 from .guards import check_ready, freeze, without_autocast
+from .hidden_state import attach, state_of
 from .kernels import QParams
+from .kernels.ranges import WANTED, is_narrow, makes_sense, saturates
 from .mappings import Role
-from .observers import observed
-from .observing import Observing
-from .paths import Joined, Union
-from .placement import Observation, Placement
-from .qconfigs import QConfigResolver, as_mapping, kind
+from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState, Hook
-from .ranges import WANTED, is_narrow, makes_sense, saturates
-from .record import Key, Record, SeenOp, Tag
-from .recurrent import recurrent_weights
-from .watch import Watch, intercept, watch
-from .weights import convert_recurrent, convert_weights, trained_qparams
+from .record.merge import Joined, Union
+from .record.record import Key, Record, SeenOp, Tag
 
 
 class QuantizedModelToken(ModelToken):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dbrq.record.record.arguments import activations
+from dbrq.record.record.record import SeenOp
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, quantize_fx
 from torch.ao.quantization.backend_config import get_onednn_backend_config
@@ -20,15 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 import dbrq
 from dbrq import kernels, selfcheck
-from dbrq.arguments import activations
-from dbrq.attachment import state_of
-from dbrq.containers import call_arguments, tree_leaves, tree_map
-from dbrq.decompositions import multi_head_attention_forward
+from dbrq.eager.decompositions import multi_head_attention_forward
+from dbrq.hidden_state import state_of
+from dbrq.inspection.report import ReportRow
 from dbrq.kernels import QParams
 from dbrq.lowering.inductor import check_compiler
 from dbrq.mappings import FUNCTIONS, Role
-from dbrq.record import SeenOp
-from dbrq.report import ReportRow
+from dbrq.pytree import call_arguments, tree_leaves, tree_map
 
 #: CONFORMANCE.md: within one step for this share of the elements.
 AGREEING = 0.999

@@ -7,19 +7,20 @@ import threading
 import numpy as np
 import pytest
 import torch
+from dbrq.graph.recorder.agreement import Reference, Trial, difference, perturbed
+from dbrq.graph.recorder.recorder import QUANTIZE
 from helpers import has_compiler, run
 from torch import Tensor, nn
 
 import dbrq
 import dbrq.kernels
 import dbrq.lowering.onednn.model
-from dbrq import agreement, selfcheck
-from dbrq.agreement import Reference, Trial, difference, perturbed
-from dbrq.graph import QUANTIZE
+from dbrq import selfcheck
+from dbrq.graph import agreement
+from dbrq.inspection.report import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel
-from dbrq.lowering.model import LoweredModel
-from dbrq.report import sqnr
+from dbrq.lowering.lowered_model import LoweredModel
 
 
 def convolutions() -> nn.Module:
@@ -418,7 +419,7 @@ def test_torchscript_names_inputs_of_mixed_types():
 def test_a_mistake_of_the_librarys_own_is_not_taken_for_one_of_the_users_code(monkeypatch):
     model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(4, 8)
     quantized = dbrq.quantize(model, [x])
-    monkeypatch.delattr(dbrq.graph.GraphRecorder, "quantized")
+    monkeypatch.delattr(dbrq.graph.recorder.GraphRecorder, "quantized")
     with pytest.raises(AttributeError, match="quantized"):
         dbrq.rewrite(quantized, x)
 

@@ -31,7 +31,7 @@ from torch.ao.quantization import (
 )
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 
 DEFAULT = get_default_qconfig("onednn")
 WEIGHT = default_per_channel_weight_observer

@@ -16,7 +16,7 @@ from torch import nn
 
 import dbrq
 from dbrq import selfcheck
-from dbrq.doctor import Diagnosis
+from dbrq.inspection.doctor import Diagnosis
 from dbrq.kernels import has_exact_int8_dot
 from dbrq.lowering.onednn import library as library_module
 

@@ -9,7 +9,7 @@ from helpers import convert, run
 from torch import nn
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 from dbrq.quantization_state import AutoQuantizationState
 
 

@@ -20,7 +20,7 @@ from torch.ao.quantization import (
 from torch.overrides import TorchFunctionMode
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 from dbrq.kernels import SUPPORTED_POST_OPS
 from dbrq.mappings import FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row, reads_values
 from dbrq.op_facts import mutates

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.ao import quantization as ao
 
+from dbrq.calibration.observers import HistogramObserver, default_qconfig_mapping, observed
 from dbrq.errors import CalibrationError, ConfigurationError, NotCalibratedError
 from dbrq.kernels import has_exact_int8_dot
-from dbrq.observers import HistogramObserver, default_qconfig_mapping, observed
 
 
 def samples() -> dict[str, Tensor]:

@@ -260,7 +260,7 @@ def test_outputs_own_their_memory(name):
             outputs.append(lowered(x.clone()))
     for a in outputs:
         torch.testing.assert_close(a, expected, atol=1e-5, rtol=1e-4)
-    for leaf in dbrq.containers.tree_leaves(outputs[0]):
+    for leaf in dbrq.pytree.tree_leaves(outputs[0]):
         leaf.copy_(torch.full_like(leaf, 7)) if 0 not in leaf.stride() else None
     for later in (outputs[1], run(lowered, x)):
         torch.testing.assert_close(later, expected, atol=1e-5, rtol=1e-4)
@@ -328,7 +328,7 @@ def test_weights_are_packed_once_for_all_shapes():
 
 
 def test_steps_between_buffers_that_live_at_once_do_not_overlap():
-    from dbrq.lowering.onednn.plans import place_buffers
+    from dbrq.lowering.onednn.execution import place_buffers
     from dbrq.lowering.onednn.values import Buffer, Kind
 
     generator = torch.Generator().manual_seed(0)

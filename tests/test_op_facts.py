@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 import dbrq
 from dbrq import op_facts
-from dbrq.lowering.data import as_data, from_data
+from dbrq.lowering.graph_data import as_data, from_data
 
 
 class Call(nn.Module):

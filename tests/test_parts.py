@@ -12,8 +12,8 @@ from helpers import run, sqnr
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.attachment import state_of
 from dbrq.errors import SeveralPathsError
+from dbrq.hidden_state import state_of
 
 BACKENDS = ("torchscript", "onednn")
 

@@ -21,7 +21,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.backend_config import get_onednn_backend_config
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 
 MAPPING = get_default_qat_qconfig_mapping("onednn")
 GLOBAL = QConfigMapping().set_global(get_default_qat_qconfig("onednn"))

@@ -20,8 +20,7 @@ from torch.ao.quantization import (
 )
 
 import dbrq
-from dbrq import ranges
-from dbrq.kernels import QParams, dequantize, has_exact_int8_dot, quantize
+from dbrq.kernels import QParams, dequantize, has_exact_int8_dot, quantize, ranges
 
 needs_exact = pytest.mark.skipif(not has_exact_int8_dot(), reason="files of 8 bits are made where products are exact")
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dbrq import kernels, recurrent
+from dbrq import kernels
+from dbrq.eager import recurrent
+from dbrq.eager.recurrent import recurrent_weights, run_recurrent
 from dbrq.errors import KernelInputError
 from dbrq.kernels import PackedLinear
-from dbrq.recurrent import recurrent_weights, run_recurrent
 
 INPUT, HIDDEN, STEPS, BATCH = 11, 16, 7, 3
 LENGTHS = [2, 7, 4]

@@ -18,8 +18,8 @@ from helpers import agreement, convert, run, sqnr, step_of
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.containers import call_arguments, tree_leaves
 from dbrq.errors import DeviationError, RewriteError
+from dbrq.pytree import call_arguments, tree_leaves
 
 # How a case is judged
 

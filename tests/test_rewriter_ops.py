@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig, get_default_qconfig
 
 import dbrq
-from dbrq.containers import tree_leaves
 from dbrq.mappings import DROPOUTS, FUNCTIONS, TABLE, Role
+from dbrq.pytree import tree_leaves
 
 #: As in EVERYTHING of test_mappings.py, tables too.
 MAPPING = QConfigMapping().set_global(get_default_qconfig("onednn"))

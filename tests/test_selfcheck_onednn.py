@@ -31,9 +31,9 @@ from dbrq.lowering.onednn.binding import (
     Spec,
     Sum,
 )
+from dbrq.lowering.onednn.execution import _as_planned
 from dbrq.lowering.onednn.layouts import channels_last
 from dbrq.lowering.onednn.library import OneDNNError, library
-from dbrq.lowering.onednn.plans import _as_planned
 from dbrq.lowering.onednn.values import Buffer, Kind, Value
 
 #: Without VNNI products of more saturate.

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 
 MAPPINGS = {"observed": None, "fake quantized": get_default_qat_qconfig_mapping("onednn")}
 recipes = pytest.mark.parametrize("mapping", list(MAPPINGS.values()), ids=list(MAPPINGS))

@@ -9,7 +9,7 @@ from helpers import Between, Call, assert_matches, assert_precision, convert, fa
 from torch import nn
 
 import dbrq
-from dbrq.attachment import state_of
+from dbrq.hidden_state import state_of
 
 
 def images(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dbrq
-from dbrq.containers import call_arguments
+from dbrq.pytree import call_arguments
 
 from .worker import call
 

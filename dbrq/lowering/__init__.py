@@ -17,25 +17,25 @@ from torch import fx, nn
 from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
-from ..attachment import state_of
-from ..copies import uncompiled
+from ..calibration.recorder import random_state_kept
+from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
-from ..graph import remove_dead
+from ..graph.located import marked, naming_ops, op_of
+from ..graph.recorder import remove_dead
 from ..guards import without_autocast
-from ..located import marked, naming_ops, op_of
+from ..hidden_state import state_of
+from ..inspection.report import ReportRow, report, rows_as_json
 from ..quiet import quiet
-from ..report import ReportRow, report, rows_as_json
 from ..rewriter import Recording, record, where_paths_part
-from ..watch import random_state_kept
 from ..workflow import convert, prepare, token_of
-from . import inductor, shared, torchscript
+from . import inductor, patterns, torchscript
 from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
-from .cleanup import fold_constants, sizes_of_integers
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
-from .parts import lower_parts
+from .passes import fold_constants, sizes_of_integers
 from .self_test import SelfTest, expected_outputs
+from .submodules import lower_parts
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
 BACKENDS = ("torchscript", "onednn", "inductor")
@@ -248,9 +248,9 @@ def lower_graph(
     sizes_of_integers(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
     torchscript.merge_linears(lowering)
-    shared.add_masks_once(lowering)
+    patterns.add_masks_once(lowering)
     torchscript.own_accumulators(lowering)
-    shared.free_of_strides(lowering)
+    patterns.free_of_strides(lowering)
     remove_dead(lowering.graph)
     torchscript.keep_draws(lowering)
     torchscript.prove_kernels(lowering)

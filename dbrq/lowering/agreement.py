@@ -19,13 +19,13 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from .. import selfcheck
-from ..agreement import Difference, Reference, Trial, outcome, owned, seeded
 from ..errors import ERRORS_OF_CODE, MismatchError, is_bug
-from ..graph import is_impure
-from ..graph_io import RestoringCodeGen
+from ..graph.agreement import Difference, Reference, Trial, outcome, owned, seeded
+from ..graph.recorder import is_impure
+from ..graph.signature import RestoringCodeGen
 from ..rewriter import Recording
 from .engine import is_weight
-from .model import LoweredModel, without_code
+from .lowered_model import LoweredModel, without_code
 
 #: Ops that may be replaced in one model before it is given up.
 _MOST = 8

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..calibration.recorder import random_state_kept
 from ..kernels import script
 from ..op_facts import is_written, writes, written
-from ..watch import random_state_kept
-from .cleanup import written_attributes
+from .passes import written_attributes
 
 _READS_FLOAT32 = (script.Quantize, script.QuantizeImage)
 _FLOATS = (torch.float32, torch.bfloat16)

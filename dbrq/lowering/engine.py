@@ -18,9 +18,9 @@ from tabulate import tabulate
 from torch import Tensor, fx
 
 from ..errors import RewriteError
-from ..graph import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
+from ..graph.located import at
+from ..graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
 from ..kernels import QParams
-from ..located import at
 from ..mappings import FUNCTIONS, TABLE, OpRow
 from ..op_facts import Memory, is_written, writes
 

@@ -28,18 +28,18 @@ from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
-from ..exporting import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
-from ..graph import DEQUANTIZE, ONE_PATH, remove_dead
-from ..graph_io import check_absent, check_input
+from ..exporting.program import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
+from ..graph.recorder import DEQUANTIZE, ONE_PATH, remove_dead
+from ..graph.signature import check_absent, check_input
 from ..kernels import ints
 from ..kernels.known_faults import Geometry, fault_of, plain_dilation
 from ..op_facts import writes
 from ..quiet import quiet
-from .cleanup import written_attributes
-from .data import from_data
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
-from .model import LoweredModel, without_code
-from .shared import computes, epilogues, fine, moves, on
+from .graph_data import from_data
+from .lowered_model import LoweredModel, without_code
+from .passes import written_attributes
+from .patterns import computes, epilogues, fine, moves, on
 
 log = logging.getLogger("dbrq.lowering")
 

@@ -30,17 +30,8 @@ from ..kernels import (
 from ..kernels.script_recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
 from ..op_facts import called, family, is_random, is_unsaid, is_written, writes
-from .engine import (
-    Lowering,
-    Rewrite,
-    bind,
-    is_call,
-    is_dequantize,
-    is_quantize,
-    qparams_of,
-    row_of,
-)
-from .shared import (
+from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, qparams_of, row_of
+from .patterns import (
     DEQUANTIZE_WEIGHT,
     DYNAMIC_LINEAR,
     MOVES,

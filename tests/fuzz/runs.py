@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
-from dbrq.containers import tree_map
+from dbrq.pytree import tree_map
 
 from .judge import Reference, costs_too_much, crude, draws_alike, leaves, problem, seeded
 from .program import Program

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...containers import tree_leaves, tree_map
 from ...errors import KernelInputError, OneDNNError
-from ...graph import leaves, walk
+from ...graph.recorder import leaves, walk
 from ...kernels import QParams
 from ...op_facts import Facts, Watching
-from .binding import (
+from ...pytree import tree_leaves, tree_map
+from .binding import (  # fmt: skip
     DTYPES,
     Alg,
     Arg,
@@ -30,10 +30,10 @@ from .binding import (
     execute,
     reorder,
     row_major,
-)  # fmt: skip
-from .graphs import has_strides
+)
+from .execution import Plan, place_buffers
 from .layouts import in_order, is_dense, same_layout
-from .plans import Plan, place_buffers
+from .segments import has_strides
 from .values import FIXED, Buffer, Kind, Place, PrimitiveStep, Step, TorchStep, Value, plainly
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph import DEQUANTIZE, is_impure
+from ...eager.views import names_dtype
+from ...graph.recorder import DEQUANTIZE, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
-from ...moves import names_dtype
-from ..cleanup import written_attributes
 from ..engine import (
     Lowering,
     Rewrite,
@@ -32,7 +31,8 @@ from ..engine import (
     only_user,
     qparams_of,
 )
-from ..shared import DYNAMIC_LINEAR, MOVES, SILU, WEIGHT_ONLY_LINEAR, fine
+from ..passes import written_attributes
+from ..patterns import DYNAMIC_LINEAR, MOVES, SILU, WEIGHT_ONLY_LINEAR, fine
 from .binding import Alg
 from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, With
 

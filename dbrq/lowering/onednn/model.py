@@ -14,32 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...calibration.recorder import random_state_kept
 from ...errors import OneDNNError
-from ...graph import leaves, remove_dead, walk
-from ...located import at
+from ...graph.located import at
+from ...graph.recorder import leaves, remove_dead, walk
 from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
-from ...watch import random_state_kept
-from ..cleanup import (
-    fold_constants,
-    reduce_mutation,
-    sizes_of_integers,
-    written_as_laid_out,
-    written_attributes,
-)
-from ..data import from_data
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
-from ..model import LoweredModel, without_code
-from ..shared import add_masks_once, free_of_strides
+from ..graph_data import from_data
+from ..lowered_model import LoweredModel, without_code
+from ..passes import fold_constants, reduce_mutation, sizes_of_integers, written_as_laid_out, written_attributes
+from ..patterns import add_masks_once, free_of_strides
 from . import mapping
 from .binding import replacements
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
-from .graphs import Segment, dynamic_nodes, known_dynamic, segments_of
+from .execution import Runner
 from .library import library
 from .op import scriptable
 from .partitions import Partition
-from .plans import Runner
+from .segments import Segment, dynamic_nodes, known_dynamic, segments_of
 from .values import Value
 
 log = logging.getLogger("dbrq.lowering")

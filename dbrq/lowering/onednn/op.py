@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...containers import tree_leaves, tree_map
 from ...errors import OneDNNError, RewriteError
+from ...pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from .model import OneDNNModel

@@ -18,13 +18,7 @@ from ..epilogue import Epilogue, Given
 from ..layouts import in_order
 from ..partitions import Partition, Weight, With
 from ..values import Kind, Value
-from .common import (
-    as_model_float,
-    checked,
-    fitted_to,
-    repeated,
-    without_repeats,
-)
+from .common import as_model_float, checked, fitted_to, repeated, without_repeats
 
 
 def matmul(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:

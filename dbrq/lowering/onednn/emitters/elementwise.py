@@ -17,14 +17,7 @@ from ..epilogue import Epilogue, Given
 from ..layouts import channels_last
 from ..partitions import BatchNorm, Function, Partition, Step, Weight, With
 from ..values import Value
-from .common import (
-    FLOATS,
-    as_model_float,
-    checked,
-    dense,
-    fitted_to,
-    without_repeats,
-)
+from .common import FLOATS, as_model_float, checked, dense, fitted_to, without_repeats
 from .weights import folded
 
 

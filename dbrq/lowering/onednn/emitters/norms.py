@@ -13,13 +13,7 @@ from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue
 from ..partitions import Partition, Weight
 from ..values import Value
-from .common import (
-    as_model_float,
-    checked,
-    dense,
-    laid_out,
-    rows_of,
-)
+from .common import as_model_float, checked, dense, laid_out, rows_of
 
 
 def layer_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:

@@ -17,13 +17,7 @@ from ..epilogue import Epilogue, Given
 from ..layouts import channels_last, same_layout
 from ..partitions import Partition
 from ..values import Value
-from .common import (
-    as_model_float,
-    checked,
-    fitted_to,
-    laid_out,
-    repeated,
-)
+from .common import as_model_float, checked, fitted_to, laid_out, repeated
 
 
 def _windows(p: Partition, value: Value, arguments: list[Any]) -> tuple[list[int], list[int], list[int], bool]:

@@ -21,15 +21,7 @@ from ..epilogue import Epilogue, Fitted, Given
 from ..layouts import channels_last, same_layout
 from ..partitions import BatchNorm, Partition, Weight, With
 from ..values import Place, Value
-from .common import (
-    as_model_float,
-    broadcasts_to,
-    checked,
-    fitted_to,
-    laid_out,
-    rows_of,
-    without_repeats,
-)
+from .common import as_model_float, broadcasts_to, checked, fitted_to, laid_out, rows_of, without_repeats
 
 
 def folded(weight: Tensor, bias: Tensor | None, b: Builder, norm: BatchNorm) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,131 @@
+"""What a ``QConfigMapping`` says about one op, with the rules of ``torch.ao.quantization``."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import QConfig, QConfigMapping
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from ..errors import ConfigurationError
+from ..mappings import OpRow
+from ..record.record import Record, SeenOp
+from .observers import default_qconfig_mapping
+
+_INT8 = (torch.quint8, torch.qint8, torch.uint8, torch.int8)
+
+
+def as_mapping(qconfig_mapping: Any) -> QConfigMapping:
+    """None, a ``QConfig`` or a ``QConfigMapping`` as a mapping; the user's object is returned as it is, never written
+    to.
+    """
+    if qconfig_mapping is None:
+        return default_qconfig_mapping()
+    if isinstance(qconfig_mapping, QConfigMapping):
+        return qconfig_mapping
+    if isinstance(qconfig_mapping, QConfig):
+        return QConfigMapping().set_global(qconfig_mapping)
+    raise ConfigurationError(
+        "qconfig_mapping is of a type that says nothing about ops",
+        expected="None, torch.ao.quantization.QConfig or QConfigMapping",
+        got=type(qconfig_mapping).__name__,
+    )
+
+
+def kind(qconfig: QConfig | None) -> tuple[str, str]:
+    """("static" | "dynamic" | "weight_only", "") for a qconfig, or ("", why it cannot be used)."""
+    if qconfig is None:
+        return "", "its qconfig is None"
+    activation, weight = qconfig.activation(), qconfig.weight()
+    if getattr(weight, "dtype", None) not in (*_INT8, torch.quint4x2):
+        return "", f"its qconfig asks for {getattr(weight, 'dtype', None)} weights, and kernels take int8"
+    dtype = getattr(activation, "dtype", None)
+    activation_scheme = getattr(activation, "qscheme", torch.per_tensor_affine)
+    if activation_scheme not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return "", f"kernels take one scale per activation, and its qconfig asks for {activation_scheme}"
+    if getattr(activation, "is_dynamic", False):
+        return ("dynamic", "") if dtype in _INT8 else ("", f"no kernel takes dynamic {dtype} activations")
+    if dtype in _INT8 or (dtype is None and hasattr(activation, "calculate_qparams")):
+        return "static", ""
+    if dtype in (torch.float32, torch.float, torch.float16, None):
+        return "weight_only", ""
+    return "", f"no kernel takes {dtype} activations"
+
+
+def symmetric_weight(qconfig: QConfig) -> bool:
+    """Whether weights get no zero point, which the compute kernels would ignore."""
+    weight = qconfig.weight()
+    return weight.dtype in (torch.qint8, torch.int8) and getattr(weight, "qscheme", None) in (
+        torch.per_tensor_symmetric, torch.per_channel_symmetric,
+    )  # fmt: skip
+
+
+class QConfigResolver:
+    """Looks up the qconfig of each op of a record, in order: object order, name, regex, type, global; last as FX has
+    it.
+    """
+
+    def __init__(self, mapping: QConfigMapping, modules: dict[str, nn.Module]) -> None:
+        self.mapping, self.modules = mapping, modules
+        self._counts: dict[tuple[str, Any], int] = defaultdict(int)
+
+    def assign(self, record: Record) -> None:
+        for op in record.hooked():
+            op.qconfig = self.resolve(op)
+
+    def resolve(self, op: SeenOp) -> QConfig | None:
+        scope = op.module if op.module is not None else op.owner
+        module = self.modules[scope]
+        if op.module is not None:
+            keys: tuple[Any, ...] = (type_before_parametrizations(module),)
+            counted_in = op.module.rpartition(".")[0]
+            base = self.mapping.global_qconfig
+        else:
+            keys = _spellings(op.row, op.spelling)
+            counted_in = op.owner
+            base = self._by_type(keys, self.mapping.global_qconfig)
+        base = self._by_type((type_before_parametrizations(module),), base)
+        found = self._by_name(scope, self._by_regex(scope, base))
+        return self._by_order(counted_in, keys, found)
+
+    def _by_type(self, keys: tuple, fallback: QConfig | None) -> QConfig | None:
+        known = self.mapping.object_type_qconfigs
+        return next((known[key] for key in keys if key in known), fallback)
+
+    def _by_regex(self, path: str, fallback: QConfig | None) -> QConfig | None:
+        rules = self.mapping.module_name_regex_qconfigs.items()
+        return next((qconfig for pattern, qconfig in rules if re.match(pattern, path)), fallback)
+
+    def _by_name(self, path: str, fallback: QConfig | None) -> QConfig | None:
+        known = self.mapping.module_name_qconfigs
+        while path:
+            if path in known:
+                return known[path]
+            path = path.rpartition(".")[0]
+        return fallback
+
+    def _by_order(self, path: str, keys: tuple, fallback: QConfig | None) -> QConfig | None:
+        index = self._counts[path, keys[-1]]
+        self._counts[path, keys[-1]] += 1
+        for (name, kind_, number), qconfig in self.mapping.module_name_object_type_order_qconfigs.items():
+            if name == path and number == index and kind_ in keys:
+                return qconfig
+        return fallback
+
+
+def _spellings(row: OpRow, spelling: str) -> tuple[Any, ...]:
+    """All the ways a mapping may name a functional op; the one that was written first.
+
+    Operators arrive as methods, so ``x + y`` and ``x.add(y)`` are one to us: any spelling of the row matches.
+    """
+    spelled: list[Callable | str] = [*row.functions, *row.methods, *row.operators, *row.inplace, *row.variants]
+    methods = [getattr(torch.Tensor, s) for s in spelled if isinstance(s, str) and hasattr(torch.Tensor, s)]
+    every = [*spelled, *methods, row.name]
+    last = spelling.rpartition(".")[2]
+    written = [s for s in every if last in (s, getattr(s, "__name__", None))]
+    return (*written, *(s for s in every if s not in written))

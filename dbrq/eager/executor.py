@@ -1,0 +1,265 @@
+"""What all op hooks of a converted model have in common: reading int8 values, writing them, running in float.
+
+A plan is derived from the op's ``Decision`` and the qparams and weights of the model; it holds no truth of its own.
+Plans are read-only while they run, so threads share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..auto_trace import UNSURE, InterceptedForward, RunCall
+from ..errors import DeviationError, KernelInputError
+from ..kernels import QParams, dynamic_qparams, quantize, together
+from ..mappings import Role, Spelling, asks_inplace
+from ..pytree import tree_leaves, tree_map
+from ..record.arguments import bind_leaf
+from ..record.callsite import Spot
+from ..record.record import Read, SeenOp, Tag
+from ..tensors import Int8Tensor, plain, set_tag
+from .float_reference import run_float
+
+if TYPE_CHECKING:
+    from ..quantization_state import AutoQuantizationState
+
+Quantized = tuple[Tensor, QParams]
+_disabled = torch._C.DisableTorchFunction
+
+
+_no_dispatch = Tensor.__torch_dispatch__
+
+
+def _has_elements(x: Tensor) -> bool:
+    """Whether a tensor is one, and not a stand-in (``FakeTensor``, ``DTensor``) that computes in Python."""
+    return type(x) is Tensor or type(x).__torch_dispatch__ is _no_dispatch
+
+
+class Plan:
+    """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
+
+    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+        self.state, self.op, self.row, self.module_path = state, op, op.row, op.leaf
+        self.reads: Sequence[Read] = op.decision.reads
+        self.tag = op.result.tag
+        self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
+        self.read_qparams = [state.qparams(read.value) for read in self.reads]
+        self.spots: set[Spot] = set()
+        self.deep = self.sited = self.any_time = False
+        self._edges: dict[tuple[int, Tag], QParams | None] = {}
+        values = state.token.record.values  # type: ignore[attr-defined]
+        self._slots = sorted(op.slots())
+        self._makers: dict[Tag, bool] = {values[vid].info.tag: True for _, vid in op.activations}
+
+    def fits(self, bound: Sequence[Any]) -> bool:
+        """Whether a function that takes a weight got the one that this op was recorded with, and the same settings."""
+        return True
+
+    def prove(self) -> None:
+        """Try the kernel that the recorded run leads to (``selfcheck``), so that the first call need not."""
+
+    # Where values come from
+
+    def edge(self, number: int, tag: Tag) -> QParams | None:
+        """qparams with which read ``number`` takes a float value that ``tag`` made; None if it was never seen to.
+
+        Values made at the same place at another time will do, as loops go on; and where the op itself runs more often
+        than it was ever seen to, any value whose range is known.
+        """
+        if tag == self.reads[number].tag:
+            return self.read_qparams[number]
+        key = (number, tag)
+        if key not in self._edges:
+            self._edges[key] = self._find_edge(number, tag)
+        return self._edges[key]
+
+    def _find_edge(self, number: int, tag: Tag) -> QParams | None:
+        reads = self.reads if self.row.role is Role.SHARE else (self.reads[number],)
+        edges = [edge for read in reads for edge in read.edges]
+        for known, key in edges:
+            if known == tag:
+                return self.state.qparams(key)
+        token: Any = self.state.token
+        place = token.place_of(tag)
+        same = [] if place is None else [key for known, key in edges if token.place_of(known) == place]
+        own = token.qparams_of(tag) if same or self.any_time else None
+        if own is not None:
+            return own
+        return together([self.state.qparams(key) for key in same]) if same else None
+
+    def expects(self, tag: Tag) -> bool:
+        """Whether the op was ever seen to read what ``tag`` made, now or at another time."""
+        known = self._makers.get(tag)
+        if known is None:
+            token: Any = self.state.token
+            place = token.place_of(tag)
+            places = {token.place_of(maker) for maker, expected in self._makers.items() if expected}
+            known = self._makers[tag] = tag != UNSURE and (self.any_time or (place is not None and place in places))
+        return known
+
+    def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
+        """What a float op makes of a value of unknown range has none either."""
+        values = bound[0] if self.row.takes_list else bound
+        for slot in self._slots:
+            x = values[slot] if slot < len(values) else None
+            if not isinstance(x, Tensor) or (self._makers.get(call.tag_of(x)) and not self.any_time):
+                continue
+            if x.is_floating_point() and (self.any_time or not self.expects(call.tag_of(x))):
+                call.unsure = call.strays = True
+
+    # The two ways an op is spelled
+
+    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+        """The op as a leaf module with one argument; the hot path, runs under the function mode."""
+        return self.module(call, leaf, (x,), {})
+
+    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """The op as a leaf module."""
+        with _disabled():
+            if self.op.decision.precision == "float":
+                self._note_origins(call, args[:1])
+                if self.op.inplace and args:
+                    call.provenance.written(args[0])
+                return self.float_result(call, leaf.original(*tree_map(plain, args), **tree_map(plain, kwargs)))
+            bound = bind_leaf(leaf, args, kwargs)
+            return self._finish(call, bound[0], self.run(call, bound), self.op.inplace)
+
+    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        """The op as a function, method or operator."""
+        if self.op.decision.precision == "float" or kwargs.get("out") is not None:
+            self._note_origins(call, spelling.bind(args, kwargs))
+            return self.float_result(call, call.run_float(func, args, kwargs, spelling.inplace))
+        bound = spelling.bind(args, kwargs)
+        inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
+        return self._finish(call, bound[0], self.run(call, bound), inplace)
+
+    def run(self, call: RunCall, bound: list[Any]) -> Any:
+        """The op on arguments in the row's order; int8 or float, never in place."""
+        raise AssertionError("subclasses say how")
+
+    # Reading and writing values
+
+    def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
+        """``x`` as integers; None if it is a float value of another origin than any that was recorded, with which the
+        op runs in float. What is made of such a value has a range that nobody knows, here and further on: that is
+        quantized by its own range.
+        """
+        if not isinstance(x, Tensor):
+            raise KernelInputError(
+                "an int8 op takes a tensor",
+                path=self.op.owner,
+                op=self.op.path,
+                expected="torch.Tensor",
+                got=type(x).__name__,
+            )
+        if type(x) is Int8Tensor and x.data_u8 is not None:
+            if self.any_time or self.edge(number, x.tag) is None:
+                call.unsure = call.strays = True
+            return x.data_u8, x.qparams  # type: ignore[return-value]
+        tag = call.tag_of(x)
+        x = plain(x)
+        qparams = self.edge(number, tag)
+        if qparams is None or self.any_time or not self.expects(tag):
+            call.unsure = call.strays = True
+        if qparams is None:
+            if tag != UNSURE:
+                self.unrecorded(tag, number)
+                return None
+            self.require_float32(x)
+            if not x.numel():
+                return None
+            qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
+        q = call.provenance.int8(x, qparams)
+        if q is None:
+            self.require_float32(x)
+            q = quantize(x.detach(), qparams)
+            call.provenance.keep_int8(x, qparams, q)
+        return q, qparams
+
+    def require_float32(self, x: Tensor) -> None:
+        """Raise unless ``x`` has float32 elements in memory: kernels would read where there are none."""
+        if x.dtype is torch.float32 and x.layout is torch.strided and x.is_cpu and _has_elements(x):
+            return
+        got = type(x).__name__ if x.is_cpu and x.dtype is torch.float32 else f"{x.dtype} on {x.device}"
+        got = got if x.layout is torch.strided else f"{x.dtype}, {x.layout}"
+        raise KernelInputError(
+            "an int8 op got another dtype, device or layout, or a tensor without elements",
+            path=self.op.owner,
+            op=self.op.path,
+            expected="torch.float32, dense, on cpu",
+            got=got,
+            hint="pass float32 tensors that are in memory, as in the watching run",
+        )
+
+    def unrecorded(self, tag: Tag, number: int | None = None) -> None:
+        """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
+        token = self.state.token
+        made = token.maker  # type: ignore[attr-defined]
+        recorded = [t for t, expected in self._makers.items() if expected]
+        if number is not None:
+            recorded = [t for t, _ in self.reads[number].edges]
+        got, expected = made(tag), " or ".join(dict.fromkeys(map(made, recorded)))
+        if token.strict:
+            raise DeviationError(
+                "an op reads another value than was recorded",
+                path=self.op.owner,
+                op=self.op.path,
+                expected=expected,
+                got=got,
+                hint="calibrate with inputs that take this path",
+            )
+        token.warn_once(
+            f"edge {self.op.path}",
+            f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}",
+        )
+
+    def write(self, call: RunCall, value: Tensor) -> Tensor:
+        """A float result as the record wants it: quantized, or tagged."""
+        if self.out is None or call.unsure:
+            return self.float_result(call, value)
+        return Int8Tensor(value.shape, quantize(value, self.out), self.out, self.tag)
+
+    def float_result(self, call: RunCall, output: Any) -> Any:
+        """A result that stays float, tagged."""
+        if not call.unsure:
+            return self._tagged(output)
+        call.unsure = False
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Int8Tensor) and leaf.data_u8 is None:  # written to, and float now
+                leaf.tag = UNSURE
+            elif type(leaf) is Tensor:
+                call.provenance.set_tag(leaf, UNSURE)
+        return output
+
+    def _tagged(self, output: Any) -> Any:
+        if type(output) is Tensor:
+            set_tag(output, self.tag)
+        elif isinstance(output, Int8Tensor):
+            if output.data_u8 is None:  # written to, and float now
+                output.tag = self.tag
+        elif isinstance(output, (tuple, list)):
+            tags = iter(self.op.outputs)
+            for leaf in tree_leaves(output):
+                info = next(tags, None) if isinstance(leaf, Tensor) else None
+                if info is not None and type(leaf) is Tensor:
+                    set_tag(leaf, info.tag)
+        return output
+
+    def _finish(self, call: RunCall, target: Any, output: Any, inplace: bool) -> Any:
+        if not inplace or not isinstance(target, Tensor):
+            return output
+        if isinstance(target, Int8Tensor):
+            target.become(output)
+        else:
+            tag = call.tag_of(output)
+            target.copy_(plain(output))
+            call.provenance.written(target)
+            call.provenance.set_tag_of_any(target, self.tag if tag is None else tag)
+        return target
+
+    def run_plain(self, bound: list[Any]) -> Any:
+        """The op in float."""
+        return run_float(self.row, tree_map(plain, bound), self.op.pad)

@@ -1,0 +1,92 @@
+"""Ops that only move elements, on int8 values: they work on the integers, and qparams pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import pad_mode
+from ..mappings import DROPOUTS, FUNCTIONS, OpRow
+from ..pytree import tree_map
+from ..tensors import Int8Tensor, Int8Weight, Lazy
+
+SAME = frozenset({"identity", "contiguous", *DROPOUTS})
+# Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
+RESHAPED = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as, "ravel": torch.Tensor.flatten}
+
+
+def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
+    """Whether ``func`` on an int8 value gives elements of that value, which its qparams fit."""
+    if row.name == "to":
+        return _keeps_float32(func, args, kwargs)
+    bound = FUNCTIONS[func].bind(args, kwargs)
+    if row.name in DROPOUTS:
+        return not (bound[2] and bound[1])
+    if row.name == "pad":  # only zero is sure to be representable
+        return bound[2] != "constant" or not bound[3]
+    return not (row.name == "view" and names_dtype(args, kwargs))
+
+
+def names_dtype(args: Any, kwargs: Any) -> bool:
+    """Whether a dtype is among the arguments: a ``view`` then sees the same bits as other numbers."""
+    return any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+
+
+def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:
+    """``func`` on an int8 activation or weight; None where only float elements will do."""
+    if row.name == "to":
+        return subject if keeps_qparams(func, row, args, kwargs) else None
+    if isinstance(subject, Int8Weight):
+        if row.name in SAME:
+            return subject if row.name == "contiguous" and subject.is_contiguous() else None
+        return subject if row.name in ("detach", "data") else subject.moved(func, args[1:], kwargs)
+    if not isinstance(subject, Int8Tensor) or not keeps_qparams(func, row, args, kwargs):
+        return None
+    if row.name in SAME:
+        return subject
+    if subject.data_u8 is None:
+        return None
+    if row.name == "clone":
+        return Int8Tensor(subject.shape, subject.data_u8, subject.qparams, subject.tag)
+    if row.name == "data":
+        return subject.view_as_moved(subject.data_u8)
+    if row.name == "pad":
+        return _pad(subject, *FUNCTIONS[func].bind(args, kwargs)[1:])
+    return _on_integers(func, row, subject, args, kwargs)
+
+
+def _on_integers(func: Callable, row: OpRow, subject: Int8Tensor, args: tuple, kwargs: dict) -> Any:
+    rest, kwargs = tree_map(_shape_donor, (args[1:], kwargs))
+    if kwargs.get("input") is not None:
+        kwargs = {k: v for k, v in kwargs.items() if k != "input"}
+    result = RESHAPED.get(row.name, func)(subject.data_u8, *rest, **kwargs)
+    return tree_map(lambda leaf: subject.view_as_moved(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _shape_donor(leaf: Any) -> Any:
+    """Other int8 values take part only as a shape to follow."""
+    if isinstance(leaf, Int8Tensor):
+        return leaf.data_u8 if leaf.data_u8 is not None else leaf.float_value()
+    return leaf.float_value() if isinstance(leaf, Lazy) else leaf
+
+
+def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8Tensor:
+    if mode != "constant":
+        return subject.view_as_moved(pad_mode(subject.data_u8, tuple(pads), mode))
+    return subject.view_as_moved(F.pad(subject.data_u8, tuple(pads), value=subject.qparams.zero_point))
+
+
+def _keeps_float32(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a ``.to``, ``.float`` or ``.type_as`` leaves a float32 CPU tensor as it is."""
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.dtype) and value is not torch.float32:
+            return False
+        if isinstance(value, Tensor) and (value.dtype is not torch.float32 or value.device.type != "cpu"):
+            return False
+        if isinstance(value, (str, torch.device)) and torch.device(value).type != "cpu":
+            return False
+    return True

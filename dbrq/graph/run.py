@@ -1,0 +1,685 @@
+"""One run of a converted model that records its Q/DQ graph.
+
+It takes the place of the run that computes in int8 (``RunCall``): the user's Python is the same, the recorded hooks and
+their decisions are the same, but each op is recorded on float tensors, with quantize and dequantize where the
+decisions say that a value is read or written as int8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
+from ..eager import views
+from ..eager.conv_linear import ComputePlan, asymmetric_padding
+from ..eager.decompositions import decomposed
+from ..eager.float_reference import run_float
+from ..eager.ops import EmbeddingPlan, RecurrentPlan
+from ..eager.recurrent import recurrent_weights
+from ..eager.weights import norm_scale, norm_shift, tensor_of
+from ..errors import DeviationError, RewriteError
+from ..kernels import along, ints
+from ..kernels.known_faults import plain_dilation
+from ..kernels.script_recurrent import recurrent
+from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
+from ..op_facts import writes
+from ..pytree import tree_leaves, tree_map
+from ..record.arguments import bind_leaf
+from ..record.callsite import border, user_line
+from ..record.record import Tag
+from ..tensors import Int8Weight
+from .recorder import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
+from .signature import Inputs
+from .symbols import Traced
+from .torchscript_form import holdable, name_of, scriptable
+
+_GO_ON = object()
+_SAME = views.SAME | {"to", "clone", "detach", "data"}
+
+
+class GraphRun(RunCall):
+    """Records one run of a converted model.
+
+    Override ``RunCall``'s ways in: ``_leaf`` for leaf modules, ``__torch_function__`` for functions, ``_opaque`` for
+    what is not looked into.
+    """
+
+    def __init__(self, token: ModelToken, recorder: GraphRecorder, inputs: Inputs) -> None:
+        super().__init__(token)
+        self.inputs = inputs
+        if inputs.inside is not None:
+            self.counts = inputs.inside.counts(inputs.state)
+        self.recorder = recorder
+        self.slow = self.lenient = True
+        self._reads: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._plain = 0  # depth inside code whose ops are recorded as they are
+        self._inside: set[Callable] = set()  # functions that are looked into now
+
+    @border
+    def record(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """Run the model; returns its output, whose tensors and numbers the recorder knows."""
+        previous, active.call = active.call, self
+        try:
+            with torch.no_grad(), self.recorder.watching(), self, self.plainly():
+                return intercepted.module(*args, **kwargs)  # its own hooks are in the graph, and not in the record
+        finally:
+            active.call = previous
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Record ops as they are, without hooks."""
+        self._plain += 1
+        try:
+            with self._mode():
+                yield
+        finally:
+            self._plain -= 1
+
+    def _mode(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if torch.overrides._get_current_function_mode() is self else self
+
+    @contextlib.contextmanager
+    def _at(self, path: str, op: str | None = None) -> Iterator[None]:
+        recorder = self.recorder
+        before = recorder.path, recorder.op
+        recorder.path, recorder.op = path, op
+        try:
+            yield
+        finally:
+            recorder.path, recorder.op = before
+
+    # Modules
+
+    def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        with self._at(intercepted.path):
+            return super().enter(intercepted, args, kwargs) if self.frame else self._root(intercepted, args, kwargs)
+
+    def _root(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        with torch._C.DisableTorchFunction():
+            for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
+                for tensor, tag in zip(tensors, self.inputs.tags_of(name, tensors), strict=True):
+                    self._with_tag(tensor, tag)
+        plain, self._plain = self._plain, 0
+        try:
+            return super().enter(intercepted, args, kwargs)
+        finally:
+            self._plain = plain
+
+    def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        with self.plainly():
+            output = intercepted.original(*args, **kwargs)
+        return self._made_by(type(intercepted.module).__name__, output, (args, kwargs))
+
+    def _made_by(self, tag: str, output: Any, given: Any) -> Any:
+        """Say who made the tensors of an output that were not given."""
+        before = list(tree_leaves(given))
+        for leaf in tree_leaves(output):
+            known = self.recorder.known(leaf)
+            if known is not None and not any(leaf is g for g in before):
+                known.tag = tag
+        return output
+
+    def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        row = intercepted.row
+        if row is not None and row.role is Role.PASS:
+            return args[0] if args else next(iter(kwargs.values()))
+        if row is None or self.frame is None or self._plain or row.role is Role.FLOAT:
+            return self._opaque(intercepted, args, kwargs)
+        hook = self.frame.leaf(row, intercepted.path)
+        if hook is None:
+            self.frame.state.unrecorded(row.name, intercepted.path)
+            return self._opaque(intercepted, args, kwargs)
+        with self._at(intercepted.path, hook.op.path):
+            if hook.op.decision.precision == "float":
+                with self.plainly():
+                    return self._tagged(hook, intercepted.original(*args, **kwargs))
+            if row.role is Role.RECURRENT:
+                return self._recurrent(hook, intercepted, args, kwargs)
+            bound = bind_leaf(intercepted, args, kwargs)
+            return self._finish(hook, bound[0], self._int8(hook, bound), hook.op.inplace)
+
+    def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
+        """What only looks is no part of a graph; hooks of the root are."""
+        return hook(module, *args) if self.frame is None else None
+
+    # Functions
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("dequantize", "quantize_per_tensor"):
+            return self.recorder.call(func, args, kwargs)
+        if (special := _SPECIAL.get(name)) is not None and (result := special(self, func, args, kwargs)) is not _GO_ON:
+            return result
+        if torch.is_autocast_enabled("cpu"):
+            raise RewriteError(
+                "forward runs under autocast, whose casts a graph does not have", path=self.recorder.path,
+                got=user_line(), hint="cast in the model's code, or lower with dtype=torch.bfloat16",
+            )  # fmt: skip
+        if name in _ARITHMETIC and args and not has_tensor(args, kwargs):
+            args = (self.recorder.call(torch.tensor, args[:1], {}), *args[1:])
+        if not self._plain and (parts := decomposed(func, args, kwargs)) is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if not reads_values(func):
+            return self.recorder.execute(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            raise RewriteError(
+                "a function draws from a generator of its own, which a graph cannot hold", path=self.recorder.path,
+                op=name_of(func), got=user_line(), hint="draw from torch's own generator, or outside of forward",
+            )  # fmt: skip
+        if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
+            return self._looked_into(func, types, args, kwargs)
+        spelling = FUNCTIONS.get(func)
+        if spelling is not None and spelling.row.role is Role.PASS:
+            return self._moved(func, spelling.row, args, kwargs)
+        if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
+            return self._float(func, args, kwargs)
+        assert self.frame is not None
+        bound = spelling.bind(args, kwargs) if spelling.row.takes_weight else None
+        if bound is not None:
+            bound[3:7] = map(_decided, bound[3:7])
+        hook = self.frame.function(spelling.row, bound)
+        if hook is None:
+            self.frame.state.unrecorded(spelling.row.name, None)
+            return self._float(func, args, kwargs)
+        with self._at(self.recorder.path, hook.op.path):
+            return self._hooked(hook, func, spelling, args, kwargs)
+
+    def _can_hold(self, func: Callable, args: tuple, kwargs: dict) -> bool:
+        """Whether a function can be one node: TorchScript has it, and all arguments are of a graph's types."""
+        stranger = next((leaf for leaf in leaves((args, kwargs)) if not holdable(leaf)), None)
+        if stranger is not None and not inspect.isfunction(func):
+            raise RewriteError(
+                f"an argument of {name_of(func)} is an object that a graph cannot hold", path=self.recorder.path,
+                op=name_of(func), expected="tensors, numbers and the like",
+                got=f"{type(stranger).__name__} at {user_line()}",
+                hint="do what it does by functions of torch, or keep using the converted model",
+            )  # fmt: skip
+        return stranger is None and scriptable(func)
+
+    def _looked_into(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        """Record the functions that a function of torch's Python is made of, each as it is."""
+        self._inside.add(func)
+        try:
+            with self.plainly():
+                output = torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
+        finally:
+            self._inside.discard(func)
+        return self._made_by(function_name(func), output, (args, kwargs))
+
+    def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
+            return self._tagged(hook, self.recorder.call(func, args, kwargs))
+        bound = spelling.bind(args, kwargs)
+        if hook.op.weight is not None and hook.op.weight.computed and self.recorder.depends(bound[1]):
+            return self._tagged(hook, self.recorder.call(func, args, kwargs))  # it comes from an input, this time
+        inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))
+        return self._finish(hook, bound[0], self._int8(hook, bound), inplace)
+
+    def _float(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        given = list(tree_leaves((args, kwargs)))
+        output = self.recorder.call(func, args, kwargs)
+        for leaf in tree_leaves(output):
+            known = self.recorder.known(leaf)
+            written = known is not None and writes(known.node)
+            if known is not None and known.tag is None and (written or not any(leaf is g for g in given)):
+                known.tag = function_name(func)
+        return output
+
+    def _moved(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
+        """An op that only moves elements: qparams pass through."""
+        subject = args[0] if args else kwargs.get("input")
+        known = self.recorder.known(subject)
+        bound = FUNCTIONS[func].bind(args, kwargs)
+        if row.name in views.DROPOUTS and not (bound[2] and bound[1]):
+            return subject
+        if isinstance(subject, Int8Weight) and args:
+            with torch._C.DisableTorchFunction():  # still a weight, for what multiplies with it
+                part = views.move(func, row, subject, args, kwargs)
+            if part is not None:
+                return part
+        if known is None or isinstance(subject, Int8Weight):
+            return self.recorder.call(func, args, kwargs)
+        if known.qparams is None or not views.keeps_qparams(func, row, args, kwargs):
+            output = self.recorder.call(func, args, kwargs)
+            return tree_map(lambda leaf: self._with_tag(leaf, known.tag), output)
+        if row.name in _SAME:
+            return self.recorder.alias(self.recorder.execute(func, args, kwargs), subject)
+        output = self.recorder.call(views.RESHAPED.get(row.name, func), args, kwargs)
+
+        def int8(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self._with_tag(self.recorder.quantized(leaf, known.qparams), known.tag)
+
+        return tree_map(int8, output)
+
+    def _with_tag(self, leaf: Any, tag: Tag) -> Any:
+        known = self.recorder.known(leaf)
+        if known is not None:
+            known.tag = tag
+        return leaf
+
+    # int8 ops
+
+    def _int8(self, hook: Any, bound: list[Any]) -> Any:
+        """The op with its reads and writes quantized, never in place."""
+        op, decision, row = hook.op, hook.op.decision, hook.row
+        with self.plainly():
+            if decision.member_of is not None:
+                return self._member(hook, bound)
+            if row.role is Role.EMBEDDING:
+                return self._write(hook, self._embedding(hook, bound))
+            if row.role is Role.COMPUTE and row.name != "matmul":
+                return self._compute(hook, bound)
+            values = list(bound[0]) if row.takes_list else bound
+            for number, read in enumerate(hook.reads):
+                x = self._read(hook, values[read.slot], number)
+                if x is None:
+                    return self._write(hook, run_float(row, bound))
+                if row.role is Role.SHARE and self.recorder.known(x).qparams != hook.out:  # type: ignore[union-attr]
+                    x = self.recorder.quantized(x, hook.out)
+                values[read.slot] = x
+            if row.takes_list:
+                bound = [values, *bound[1:]]
+            return self._write(hook, run_float(row, bound, op.pad))
+
+    def _compute(self, hook: ComputePlan, bound: Sequence[Any]) -> Any:
+        """A convolution or linear layer, batch norm folded into its weight."""
+        op, row = hook.op, hook.row
+        weight, bias = self._weight(hook, hook.folds)
+        if op.decision.mode != "static":
+            x = bound[0] if op.decision.mode == "weight_only" else self._dynamic(hook, bound[0])
+            result = run_float(row, [x, weight, bias])
+            return self._with_tag(result + bound[2] if op.bias_computed else result, op.result.tag)
+        x = self._read(hook, bound[0], 0)
+        if x is None:
+            return self._with_tag(run_float(row, bound, op.pad), op.result.tag)
+        qparams = self.recorder.known(x).qparams  # type: ignore[union-attr]
+        rest = [_decided(value) for value in bound[3:]]
+        batched = not row.ndim or x.dim() == row.ndim + 2
+        if not batched:
+            x = self.recorder.quantized(x.unsqueeze(0), qparams)
+        if op.pad is not None:
+            x, rest[1] = self.recorder.quantized(F.pad(x, op.pad[0], mode=op.pad[1]), qparams), 0
+        elif (pads := asymmetric_padding(op)) is not None:
+            x, rest[1] = self.recorder.quantized(F.pad(x, pads), qparams), 0
+        elif row.ndim and isinstance(rest[1], str):
+            kernel = weight.shape[2:]
+            rest[1] = [0] * row.ndim if rest[1] == "valid" else [
+                d * (k - 1) // 2 for d, k in zip(ints(rest[2], row.ndim), kernel, strict=True)
+            ]  # fmt: skip
+        if row.ndim:  # along an axis of one element it means nothing, and kernels of torch read beside it
+            rest[2] = plain_dilation(list(weight.shape[2:]), ints(rest[2], row.ndim))
+        result = run_float(row, [x, weight, bias, *rest])
+        if op.bias_computed:
+            result = result + (along(bound[2], 1, result.dim()) if row.ndim else bound[2])
+        if not batched:
+            result = result.squeeze(0)
+        known = self.recorder.known(result)
+        assert known is not None
+        known.value = op.result.id
+        if op.decision.chain and not op.bias_computed:
+            known.tag = op.result.tag
+            return result
+        return self._write(hook, result)
+
+    def _weight(self, hook: ComputePlan, folded: bool) -> tuple[Tensor, Tensor | None]:
+        op, recorder = hook.op, self.recorder
+        assert op.weight is not None
+        norm = hook.steps[0].norm if folded else None
+        key = ("weight", *op.weight.key, op.weight.geometry, op.bias, norm)  # tied weights may have biases of their own
+
+        def make() -> tuple:
+            modules = hook.modules
+            scale, bias = hook.weight.scale(modules), None
+            if op.bias is not None:
+                bias = recorder.parameter_part(op.bias, tensor_of(op.bias, modules))
+            if folded:
+                factor = norm_scale(hook.steps[0], modules)
+                scale, bias = scale * factor, norm_shift(hook.steps[0], modules, factor, bias)
+                recorder.name(bias, f"{op.weight.path}.bias".lstrip("."))
+            int8 = hook.weight.int8(modules)
+            return recorder.weight(str(op.weight), int8, scale), bias
+
+        with torch._C.DisableTorchFunction():
+            return recorder.part(key, make)
+
+    def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
+        """Quantized with qparams of its own values."""
+        top = 127 if hook.reduce_range else 255
+        scale, zero_point = self.recorder.call(CHOOSE_QPARAMS, (x, 0, top, 1e-12, torch.uint8), {})
+        constants = (scale, zero_point, 0, top, torch.uint8)
+        q = self.recorder.call(QUANTIZE, (x, *constants), {})
+        return self.recorder.call(DEQUANTIZE, (q, *constants), {})
+
+    def _member(self, hook: Any, bound: list[Any]) -> Any:
+        """An op fused behind a convolution or linear layer: nothing is quantized between them."""
+        op, expected = hook.op, hook.op.decision.member_of
+        adds = hook.row.role is Role.ELEMENTWISE
+        slots = bound[:2] if adds else bound[:1]
+        slot = next((i for i, x in enumerate(slots) if self._continues(x, expected)), None)
+        if hook.row.role is Role.NORM:
+            if slot is None:
+                raise DeviationError(
+                    "a batch norm reads another value than was recorded", path=op.owner, op=op.path,
+                    hint="rewrite with example_inputs that take the path prepare saw",
+                )  # fmt: skip
+        elif slot is not None and adds and hook.reads:
+            other = self._read(hook, bound[1 - slot], 0)
+            if other is None:
+                slot = None
+            else:
+                bound[1 - slot] = other
+        result = bound[0] if hook.row.role is Role.NORM else run_float(hook.row, bound)
+        if slot is not None:
+            known = self.recorder.known(result)
+            assert known is not None
+            known.value = op.result.id
+        return self._write(hook, result)
+
+    def _continues(self, x: Any, expected: int) -> bool:
+        known = self.recorder.known(x)
+        return known is not None and known.value == expected
+
+    def _embedding(self, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
+        """Rows are looked up as int8, then scaled."""
+        owner, name = hook.owner, hook.name
+        prefix = f"{hook.op.weight.path}.{name}".lstrip(".")  # type: ignore[union-attr]
+        buffers = owner._buffers
+        held = {s: buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
+        for suffix, tensor in held.items():
+            if tensor is not None:
+                self.recorder.name(tensor, f"{prefix}_{suffix}")
+        int8, scale, zero_point = held.values()
+
+        def rows(index: Tensor) -> Tensor:
+            found = F.embedding(index, int8).to(torch.float32)
+            if zero_point is not None:
+                found = found - (zero_point if hook.axis is None else zero_point[index].unsqueeze(-1))
+            return found * (scale if hook.axis is None else scale[index].unsqueeze(-1))
+
+        index = bound[0]
+        if hook.row.name == "embedding":
+            return rows(index)
+        found = rows(index.flatten())
+        places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
+        padding = None
+        if bound[10] is not None:  # padding entries all look at one row more, which counts as padding
+            found = torch.cat([found, torch.zeros(1, int8.shape[1])])
+            places, padding = places.masked_fill(index == bound[10], index.numel()), -1
+        return F.embedding_bag(
+            places, found, bound[2], None, float(bound[4]), False, bound[6], False, bound[8], bound[9], padding
+        )
+
+    def _recurrent(self, hook: RecurrentPlan, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+        """A dynamically quantized LSTM, GRU, RNN or cell: one submodule of the graph, since it loops over its steps."""
+        module = intercepted.module
+        given = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}
+        x, hx = given["input"], given.get("hx")
+        if not isinstance(x, Tensor):
+            raise RewriteError(
+                "a recurrent layer of a graph takes plain batches", path=intercepted.path, op=hook.op.path,
+                got=type(x).__name__, hint="pad the batch, or leave this layer in float (qconfig None)",
+            )  # fmt: skip
+        is_lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
+        h0, c0 = (hx if is_lstm else (hx, None)) if hx is not None else (None, None)
+        with torch._C.DisableTorchFunction():
+            kernel = self.recorder.part(
+                ("recurrent", intercepted.path),
+                lambda: recurrent(module, dict(recurrent_weights(module)), 127 if hook.reduce_range else 255),
+            )
+            made = self.recorder.call_module(intercepted.path, kernel, (x, h0, c0))
+        if isinstance(module, nn.RNNCellBase):
+            output = made if is_lstm else made[0]
+        else:
+            output = made[0], (made[1:] if is_lstm else made[1])
+        return self._tagged(hook, output)
+
+    # Reading and writing values
+
+    def _read(self, hook: Any, x: Any, number: int) -> Tensor | None:
+        """``x`` as quantized and dequantized; None if it is a float value of another origin than the record's."""
+        if not isinstance(x, Tensor):
+            return None
+        known = self.recorder.known(x)
+        if known is not None and known.qparams is not None:
+            return x
+        tag = None if known is None else known.tag
+        qparams = hook.edge(number, tag)
+        if qparams is None:
+            hook.unrecorded(tag, number)
+            return None
+        key = ("read", id(x), self.recorder.writes_to(x), qparams)
+        cached = self._reads.get(key)
+        if cached is not None and cached[0] is x:
+            return cached[1]
+        result = self.recorder.quantized(x, qparams)
+        self._reads[key] = x, result
+        return result
+
+    def _write(self, hook: Any, result: Tensor) -> Tensor:
+        if hook.out is not None:
+            result = self.recorder.quantized(result, hook.out)
+        return self._with_tag(result, hook.op.result.tag)
+
+    def _tagged(self, hook: Any, output: Any) -> Any:
+        tags = iter(hook.op.outputs)
+        for leaf in tree_leaves(output):
+            info = next(tags, None) if isinstance(leaf, Tensor) else None
+            if info is not None:
+                self._with_tag(leaf, info.tag)
+        return output
+
+    def _finish(self, hook: Any, target: Any, output: Any, inplace: bool) -> Any:
+        """An in-place int8 op: its target takes the value."""
+        if not inplace or not isinstance(target, Tensor) or output is target:
+            return output
+        known = self.recorder.known(target)
+        if known is not None and known.is_input:  # the caller sees the change
+            self.recorder.call(torch.Tensor.copy_, (target, output), {})
+        else:
+            self.recorder.execute(target.copy_, (output,), {})
+        self.recorder.alias(target, output)
+        return target
+
+
+# What reads shapes and numbers, or is written otherwise in a graph. Each returns ``_GO_ON`` for what it does not serve.
+
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "sqrt", "abs",
+                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le",
+                         "ge"})  # fmt: skip
+
+
+def has_tensor(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def _decided(value: Any) -> Any:
+    """Settings of a kernel are constants."""
+    return tree_map(lambda leaf: leaf.decided() if isinstance(leaf, Traced) else leaf, value)
+
+
+def _size(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return run.recorder.size(x, int(dim))
+    return torch.Size([run.recorder.size(x, i) for i in range(len(run.recorder.execute(func, (x,), {})))])
+
+
+def _property(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if func.__self__.__name__ == "shape":  # type: ignore[attr-defined]
+        return _size(run, torch.Tensor.size, args[:1], {})
+    return _GO_ON
+
+
+def _numel(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.number(args[0], "numel") if isinstance(args[0], Tensor) else _GO_ON
+
+
+def _stride(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return run.recorder.number(x, "stride", int(dim))
+    return tuple(run.recorder.number(x, "stride", i) for i in range(run.recorder.execute(torch.Tensor.dim, (x,), {})))
+
+
+def _is_contiguous(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> bool:
+    """The layout of an input is the caller's, and what the code does about it is asserted; any other follows from
+    those of inputs.
+    """
+    known = run.recorder.known(args[0])
+    if known is None or not known.is_input:
+        if known is not None and not known.static:
+            run.recorder.hold_layouts_behind(known.node)
+        return run.recorder.execute(func, args, kwargs)
+    return run.recorder.number(args[0], "is_contiguous", *args[1:], *kwargs.values()).decided()
+
+
+def _len(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> int:
+    return int(run.recorder.size(args[0], 0))
+
+
+def _item(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.number(args[0], "item")
+
+
+def _tolist(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    if not x.dim():
+        return _item(run, func, args, kwargs)
+    return [_tolist(run, func, (run.recorder.call(torch.Tensor.__getitem__, (x, i), {}),), {}) for i in range(len(x))]
+
+
+def _number(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    result = run.recorder.call(func, args, kwargs)
+    return result.decided() if isinstance(result, Traced) else result
+
+
+def _iter(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return iter(run.recorder.call(torch.unbind, args[:1], {}))
+
+
+def _contains(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    found = run.recorder.call(torch.any, (run.recorder.call(torch.eq, args, {}),), {})
+    return _number(run, torch.Tensor.__bool__, (found,), {})
+
+
+def _elements(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """All elements leave torch: the graph holds for these."""
+    recorder, x = run.recorder, args[0]
+    if recorder.depends(x):
+        same = recorder.call(torch.equal, (x, recorder.execute(torch.clone, (x,), {})), {})
+        same.decided()
+    recorder.reads_constants = True
+    return recorder.execute(func, args, kwargs)
+
+
+def _as_it_is(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.execute(func, args, kwargs)
+
+
+def _type(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The name of a tensor's class of old, unless it is a cast."""
+    return _as_it_is(run, func, args, kwargs) if len(args) == 1 and "dtype" not in kwargs else _GO_ON
+
+
+def _same(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return args[0]
+
+
+def _deepcopy(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.call(torch.clone, args[:1], {})
+
+
+def _new_tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return run.recorder.call(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
+
+
+def _tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``torch.tensor`` of a list that holds tensors."""
+    items = args[0] if args else kwargs.get("data")
+    if not isinstance(items, (list, tuple)) or not any(isinstance(i, Tensor) for i in items):
+        return _GO_ON
+    recorder = run.recorder
+    parts = [i if isinstance(i, Tensor) else recorder.call(torch.tensor, (i,), {}) for i in items]
+    stacked = recorder.call(torch.stack, ([recorder.call(torch.reshape, (p, ()), {}) for p in parts],), {})
+    dtype = recorder.execute(func, args, kwargs).dtype
+    return recorder.call(torch.Tensor.to, (stacked, dtype), {})
+
+
+def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
+    """``x[index] = value``, as a write to a view or an ``index_put_``."""
+    x, index, value = args
+    recorder = run.recorder
+    indices = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(i, (Tensor, list)) for i in indices):
+        view = x if index is Ellipsis else recorder.call(torch.Tensor.__getitem__, (x, index), {})
+        if isinstance(value, Tensor):
+            recorder.call(torch.Tensor.copy_, (view, value), {})
+        else:
+            recorder.call(torch.Tensor.fill_, (view, value), {})
+    else:
+        if any(i is None for i in indices):
+            raise RewriteError(
+                "an assignment to new axes and tensor indices at once", path=recorder.path, op="setitem", got=index,
+                hint="write it in two steps: a view first, then the tensor index",
+            )  # fmt: skip
+        if Ellipsis in [i for i in indices if not isinstance(i, (Tensor, list))]:
+            at = next(n for n, i in enumerate(indices) if i is Ellipsis)
+            taken = sum(i.dim() if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in indices) - 1
+            rank = recorder.execute(torch.Tensor.dim, (x,), {})
+            indices = (*indices[:at], *[slice(None)] * (rank - taken), *indices[at + 1 :])
+        if any(isinstance(i, slice) and i != slice(None) for i in indices):  # slices first, which make a view
+            chosen = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
+            view = recorder.call(torch.Tensor.__getitem__, (x, chosen), {})
+        else:
+            view = x
+        places = [None if isinstance(i, slice) else torch.as_tensor(i) for i in indices]
+        if not isinstance(value, Tensor):
+            value = recorder.call(torch.tensor, (value,), {"dtype": x.dtype})
+        elif value.dtype is not x.dtype:
+            value = recorder.call(torch.Tensor.to, (value, x.dtype), {})
+        recorder.call(torch.ops.aten.index_put_, (view, places, value), {})
+    known = recorder.known(x)
+    if known is not None:
+        known.tag = "__setitem__"
+
+
+def _squeeze(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Which axes go is for sizes to decide: the same as here, the graph asserts."""
+    if len(args) == 1 and not kwargs and run.recorder.symbolic:
+        for dim in range(run.recorder.execute(torch.Tensor.dim, args, {})):
+            bool(run.recorder.size(args[0], dim) == 1)
+    return _GO_ON
+
+
+def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise RewriteError(
+        "a tensor is changed in a way a graph cannot follow", path=run.recorder.path, op=getattr(func, "__name__", "?"),
+        got=user_line(), hint="assign to its elements instead",
+    )  # fmt: skip
+
+
+_SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
+    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride,
+    "is_contiguous": _is_contiguous, "__len__": _len,
+    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
+    _number,
+    "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
+    "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
+    "tensor": _tensor, "type": _type, "squeeze": _squeeze, "squeeze_": _squeeze,
+    "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
+    "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
+}  # fmt: skip

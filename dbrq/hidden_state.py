@@ -1,0 +1,153 @@
+"""Holding a state on a module without the user's code meeting it.
+
+``_auto_quant_state`` lives in the instance's ``__dict__``, so ``children()``, Sequential, ModuleList and ModuleDict do
+not see it. What must see it (``apply``, ``.to``, ``parameters``, ``state_dict``, ``repr``) is extended on the instance:
+no class is patched. The extensions are partials of functions of this module, which deepcopy and pickle take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .eager.weights import check_weights
+
+STATE = "_auto_quant_state"
+
+
+def attach(module: nn.Module, state: nn.Module) -> None:
+    """Give ``module`` a hidden child ``state``."""
+    module.__dict__[STATE] = state
+    extend(module, _EXTENSIONS)
+    module.register_state_dict_post_hook(_save)
+    module.register_load_state_dict_pre_hook(_load)
+
+
+def extend(module: nn.Module, extensions: Mapping[str, Callable], *arguments: Any) -> None:
+    """Put functions before methods of one instance.
+
+    Args:
+        module: the instance.
+        extensions: name of a method -> ``function(module, previous, *arguments, *args)`` to call in its place, with
+            what stood there on the instance, if anything did; ``original`` gives the method.
+        arguments: further arguments of all of them.
+    """
+    for name, function in extensions.items():
+        module.__dict__[name] = functools.partial(function, module, module.__dict__.get(name), *arguments)
+
+
+def state_of(module: nn.Module) -> Any:
+    """The module's state, or None."""
+    return module.__dict__.get(STATE)
+
+
+def original(module: nn.Module, previous: Callable | None, name: str) -> Callable:
+    """The method that an extension stands before."""
+    return previous if previous is not None else functools.partial(getattr(type(module), name), module)
+
+
+def _named_modules(
+    module: nn.Module,
+    previous: Callable | None,
+    memo: set | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, nn.Module]]:
+    memo = set() if memo is None else memo
+    yield from original(module, previous, "named_modules")(memo, prefix, remove_duplicate)
+    yield from state_of(module).named_modules(memo, f"{prefix}.{STATE}" if prefix else STATE, remove_duplicate)
+
+
+def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
+    original(module, previous, "_apply")(fn, recurse)
+    if recurse:
+        state_of(module)._apply(_keeping_dtypes(fn))
+        state_of(module).refresh()
+    return module
+
+
+def _keeping_dtypes(fn: Callable) -> Callable:
+    """Ranges and qparams are float32 whatever the model is: half a range of float16 would be lost for good."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved if moved.dtype is tensor.dtype else tensor.to(moved.device)
+
+    return apply
+
+
+def _apply(module: nn.Module, previous: Callable | None, fn: Callable) -> nn.Module:
+    state_of(module).apply(fn)
+    return original(module, previous, "apply")(fn)
+
+
+def _train(module: nn.Module, previous: Callable | None, mode: bool = True) -> nn.Module:
+    state_of(module).train(mode)
+    return original(module, previous, "train")(mode)
+
+
+def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
+    own = original(module, previous, "extra_repr")()
+    state = f"({STATE}): {state_of(module)!r}"
+    return f"{own}\n{state}" if own else state
+
+
+_EXTENSIONS: dict[str, Callable] = {
+    "named_modules": _named_modules,
+    "_apply": _apply_to_tensors,
+    "apply": _apply,
+    "train": _train,
+    "extra_repr": _extra_repr,
+}
+
+
+def _save(module: nn.Module, state_dict: dict, prefix: str, metadata: dict) -> None:
+    state_of(module).state_dict(destination=state_dict, prefix=f"{prefix}{STATE}.")
+
+
+def _load(
+    module: nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
+) -> None:
+    _check(module, state_dict, prefix)
+    own = f"{prefix}{STATE}."
+    values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
+    state = state_of(module)
+    state.refresh()
+    try:
+        result = state.load_state_dict(
+            state.checked(values), strict=False, assign=metadata.get("assign_to_params_buffers", False)
+        )
+    except RuntimeError as error:
+        errors.append(str(error))
+        return
+    state.token.warn_of_saturation()
+    missing.extend(own + key for key in result.missing_keys)
+    unexpected.extend(own + key for key in result.unexpected_keys)
+
+
+def _check(module: nn.Module, state_dict: dict, prefix: str) -> None:
+    """Raise for what cannot be loaded, here and in all modules inside: torch goes from one to the next, and what it
+    has loaded stays when a later one fails.
+    """
+    if state_of(module).token.phase != "int8":
+        return
+    for path, inner in module.named_modules():
+        if path.rpartition(".")[2] == STATE:
+            inner.checked(_under(f"{prefix}{path}.", state_dict))
+        elif any(name.endswith("_int8") for name in inner._buffers):
+            at = f"{prefix}{path}".rstrip(".")
+            check_weights(inner, at, _under(f"{at}." if at else "", state_dict))
+
+
+def _under(prefix: str, state_dict: dict) -> dict:
+    return {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}

@@ -1,0 +1,76 @@
+"""What ops and modules are called with: arguments in a row's order, the tensors among them, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..auto_trace import InterceptedForward
+from ..mappings import OpRow, Role
+from ..pytree import tree_map
+from .record import TensorSpec
+
+
+def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
+    """A leaf module's call as a list in its row's order."""
+    module = intercepted.module
+    first = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+    if isinstance(module, nn.EmbeddingBag):
+        given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
+        offsets, per_sample = given.get("offsets"), given.get("per_sample_weights")
+        return [
+            given["input"],
+            module.weight,
+            offsets,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.mode,
+            module.sparse,
+            per_sample,
+            module.include_last_offset,
+            module.padding_idx,
+        ]
+    return [first, *(getattr(module, name) for name in intercepted.attributes)]
+
+
+def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
+    """The arguments of an op that are data, each with its slot: a bound position, or an index into the list of
+    ``cat``.
+    """
+    if row.role is Role.ELEMENTWISE or row.name == "matmul":
+        candidates: list[Any] = list(bound[:2])
+    elif row.takes_list:
+        candidates = list(bound[0])
+    elif row.role is Role.EMBEDDING:
+        candidates = []
+    else:
+        candidates = list(bound[:1])
+    return [(slot, t) for slot, t in enumerate(candidates) if isinstance(t, Tensor)]
+
+
+def specified(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A call's arguments with specs for tensors; None if that is not all they are made of."""
+    plain = True
+
+    def specify(leaf: Any) -> Any:
+        nonlocal plain
+        if isinstance(leaf, Tensor):
+            return TensorSpec(tuple(leaf.shape), leaf.dtype)
+        plain = plain and (leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)))
+        return leaf
+
+    specified = tree_map(specify, (args, dict(kwargs)))
+    return specified if plain else None
+
+
+def constant(value: Any) -> Any:
+    """An argument as the record keeps it: plain values, None for tensors and anything else."""
+    if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
+        return tuple(value)
+    return None

@@ -1,0 +1,183 @@
+"""``save`` and ``load``: a model and its int8 weights in one file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import selfcheck
+from ..calibration.surgery import uncompiled
+from ..errors import LoadError, QuantizationError
+from ..hidden_state import state_of
+from ..inspection.report import LOWERED_REPORT
+from ..kernels.ranges import SAFE, saturates
+from ..lowering.lowered_model import LoweredModel
+from ..quiet import quietly
+from .files import replacing
+
+_FORMAT = "dbrq"
+_VERSION = 1
+#: In a lowered model's file, beside what TorchScript puts there.
+_LABEL = "dbrq.json"
+
+
+def save(model: nn.Module, path: str | os.PathLike) -> None:
+    """Write a converted or lowered model to ``path``.
+
+    A converted model is saved with its class by reference. A model lowered to torchscript is saved as
+    ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to
+    onednn keeps graph and weights; plans are made again for the shapes that come.
+
+    Raises:
+        QuantizationError: the model is neither.
+    """
+    model = uncompiled(model)
+    writer = _writer(model)
+    try:
+        with replacing(path) as unfinished:  # a failed save leaves the file that was there
+            writer(unfinished)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise QuantizationError(
+            f"the model cannot be saved: {error}",
+            got=type(model).__name__,
+            hint="save takes a path in a folder that exists; classes are saved by reference, so define them at the top "
+            "level of a module",
+        ) from error
+
+
+def _writer(model: Any) -> Callable[[str], None]:
+    """What writes ``model`` to a path."""
+    label = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__}
+    if not torch.serialization.get_crc32_options():
+        raise QuantizationError(
+            "torch is set to write no checksums, without which load cannot tell damaged files",
+            hint="torch.serialization.set_crc32_options(True)",
+        )
+    if isinstance(model, torch.jit.ScriptModule) and hasattr(model, LOWERED_REPORT):
+        return lambda path: quietly(torch.jit.save, model, path, _extra_files={_LABEL: json.dumps(label)})
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if isinstance(model, LoweredModel):
+        return lambda path: torch.save({**label, "model": model}, path)
+    if state is None or state.token.phase != "int8":
+        raise QuantizationError(
+            "save takes converted and lowered models", got=type(model).__name__, hint="call dbrq.convert first"
+        )
+    return lambda path: torch.save({**label, "model": model}, path)
+
+
+def load(path: str | os.PathLike) -> Any:
+    """Read what ``save`` wrote. Like ``torch.load`` of whole models it runs code of the file: load only what you trust.
+
+    The checksums of the file are compared first, so one that was damaged is never run. A converted model that was made
+    with 8 bits is computed with 7 on a CPU whose int8 products saturate, with a warning; it still has 8 where it is
+    loaded on another CPU.
+
+    Raises:
+        LoadError: the file is damaged, or not from ``save``, or of another version, or lowered for another CPU.
+        FileNotFoundError: there is no such file.
+    """
+    name = os.fspath(path)
+    if not os.path.exists(name):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    try:
+        _check_archive(name)
+        model, label = _read(name)
+    except _UNREADABLE as error:
+        raise LoadError(f"the file cannot be read: {error}", got=name, hint=_SAVE_AGAIN) from error
+    if not isinstance(label, dict) or label.get("format") != _FORMAT:
+        raise LoadError("the file was not written by dbrq.save", got=name, hint=_hint(label))
+    if label.get("version") != _VERSION:
+        raise LoadError("the file is of another version", expected=_VERSION, got=label.get("version"),
+                        hint="save it again with this version of dbrq")  # fmt: skip
+    if not isinstance(model, nn.Module):
+        raise LoadError("the file holds no model", got=name, hint=_SAVE_AGAIN)
+    _fit_cpu(model, name)
+    return model
+
+
+_SAVE_AGAIN = "save it again with dbrq.save"
+#: What damaged files raise, and files whose classes are gone or changed. Anything a class of the user's raises while it
+# is unpickled is the class's own.
+_UNREADABLE = (
+    pickle.PickleError, zipfile.BadZipFile, zlib.error, AttributeError, ImportError, EOFError, LookupError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def _check_archive(path: str) -> None:
+    """Raise unless ``path`` is an archive whose records are what was written: torch itself compares no checksums."""
+    if os.path.isdir(path):
+        raise LoadError("it is a folder")
+    if not os.path.getsize(path):
+        raise LoadError("it is empty")
+    if not zipfile.is_zipfile(path):
+        raise LoadError("it is cut short, or of another kind than dbrq.save writes")
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise LoadError(f"it is damaged: the checksum of its record {damaged} is another")
+
+
+def _read(path: str) -> tuple[Any, Any]:
+    """The model and its label; a label of another version comes without a model, which might not be readable."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if any("/code/" in name for name in names):
+            held = next((name for name in names if name.endswith(f"/extra/{_LABEL}")), None)
+            label = None if held is None else json.loads(archive.read(held))
+            current = isinstance(label, dict) and label.get("version") == _VERSION
+            return (quietly(torch.jit.load, path, map_location="cpu") if current else None), label
+    content = torch.load(path, weights_only=False, map_location="cpu")
+    return (content.get("model") if isinstance(content, dict) else None), content
+
+
+def _hint(content: Any) -> str:
+    """What to do with a file of torch's that holds ``content``."""
+    if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
+        return "it is a state dict: make the model as before, and call its load_state_dict"
+    if isinstance(content, nn.Module):
+        return "it is a whole model, as torch.save writes it: convert it, then call dbrq.save"
+    return "load takes the files of dbrq.save; recipes are for dbrq.load_recipe"
+
+
+def _fit_cpu(model: nn.Module, path: str) -> None:
+    """Say so, or refuse, where a model comes to a CPU that does not compute it as it was."""
+    if isinstance(model, torch.jit.ScriptModule) and hasattr(model, "self_test") and selfcheck.enabled():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            right = model.self_test()
+        if not right:
+            raise LoadError(
+                "the file's example does not give here what it should", got=path,
+                expected=f"{model.self_test_least:.0f} dB or more (model.self_test_sqnr() has the number)",
+                hint="this CPU computes some of the file's kernels wrong, or its int8 products saturate: load the "
+                "converted model here and lower it again",
+            )  # fmt: skip
+    if isinstance(model, LoweredModel) and saturates() and _widest(model) > SAFE:
+        raise LoadError(
+            "the model was lowered with 8-bit activations, and int8 products of this CPU saturate unless they have 7",
+            expected="a CPU with VNNI or AMX, or a model that was lowered on this one", got=path,
+            hint="load the converted model here and lower it again, or quantize for such CPUs: "
+            "default_qconfig_mapping(reduce_range=True)",
+        )  # fmt: skip
+    state = state_of(model)
+    if state is not None:
+        state.token.warn_of_saturation()
+        states = state.token.states.values()
+        if saturates() and any(s.is_wide for s in states):
+            for s in states:  # they were lowered where 8 bits serve, as far as one can tell: the modules themselves run
+                s.parts = {}
+
+
+def _widest(model: LoweredModel) -> int:
+    """The largest integer that a lowered graph quantizes an activation to."""
+    quantizing = (node for node in model._data if node[0] == "call_function" and "quantize_per_tensor" in node[2][0])
+    return max((args[4] for _, _, _, args, _, _ in quantizing), default=0)

@@ -1,0 +1,228 @@
+"""Recipes: the decisions and qparams of a model as JSON that a person can read and edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigurationError, RecipeError
+from ..hidden_state import state_of
+from ..kernels import QParams
+from ..kernels.ranges import WANTED, makes_sense
+from ..record.record import SeenOp
+from ..workflow import QuantizedModelToken, _all_qparams, place, undone_on_failure
+from .files import replacing
+
+_VERSION = 1
+
+
+def save_recipe(model: nn.Module, path: str | os.PathLike) -> None:
+    """Write the per-op decisions and qparams of a prepared and calibrated, or converted, model as JSON.
+
+    Each op says which values it reads as int8; ``values`` says how each is quantized. To keep an op in float, set its
+    ``precision`` to ``"float"``; to keep one of its inputs in float, that input's.
+
+    Raises:
+        NotCalibratedError: the model is prepared but has seen no data.
+    """
+    token = _token(model)
+    qparams = _qparams(token)
+    content = {
+        "dbrq recipe": _VERSION,
+        "values": {str(key): _as_json(q) for key, q in sorted(qparams.items())},
+        "ops": [_op_as_json(op) for op in token.record.hooked()],
+    }
+    with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+
+
+def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
+    """Put a recipe's decisions and qparams into a freshly prepared copy of the same model; it needs no calibration
+    then.
+
+    Returns:
+        ``prepared``.
+
+    Raises:
+        RecipeError: the file is damaged, belongs to another model, or leaves a value without qparams. The model is
+        unchanged.
+    """
+    token = _token(prepared)
+    if token.phase != "observe":
+        raise ConfigurationError("load_recipe takes a prepared model", got="a converted model")
+    content = _read(path)
+    entries, ops = content["ops"], token.record.hooked()
+    _check_same_model(entries, ops)
+    qparams = {int(key): _from_json(key, value) for key, value in content["values"].items()}
+    pairs = list(zip(ops, entries, strict=True))
+    with token.lock, undone_on_failure(token):
+        default = place(token, {})
+        forced = {id(op): _forced(op, entry) for op, entry in pairs}
+        stored = {vid: qparams.get(default.key(vid)) for vid in token.record.values}
+        edited = place(token, {key: reason for key, reason in forced.items() if reason})
+        for op in ops:  # an edit may end the sharing of qparams; a value then keeps those it shared
+            for _, vid in op.activations:
+                if (key := edited.key(vid)) not in qparams and (known := stored[vid]) is not None:
+                    qparams[key] = known
+        missing = sorted(set(token.observers) - set(qparams))
+        if missing:
+            op = next(op for (op, _), o in token.observing.items() if o.key in missing)
+            raise RecipeError(
+                "the recipe has no qparams for a value",
+                path=op.owner,
+                op=op.path,
+                expected=f"value {missing[0]}",
+                hint="calibrate the edited model instead",
+            )
+        kept = set(edited.keys.values())
+        token.fixed_qparams = {key: q for key, q in qparams.items() if key in kept}
+    return prepared
+
+
+def _check_same_model(entries: list[dict[str, Any]], ops: list[SeenOp]) -> None:
+    """Raise unless the recipe is of the ops that the prepared model has."""
+    theirs, ours = [(e["path"], e["op"]) for e in entries], [(op.path, op.op) for op in ops]
+    if theirs == ours:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    raise RecipeError(
+        "the recipe belongs to another model",
+        expected="{} ({})".format(*ours[at]) if at < len(ours) else f"{len(ours)} ops",
+        got="{} ({})".format(*theirs[at]) if at < len(theirs) else f"{len(theirs)} ops",
+    )
+
+
+def _token(model: Any) -> QuantizedModelToken:
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if state is None:
+        raise ConfigurationError("recipes are of prepared and converted models", got=type(model).__name__)
+    return state.token
+
+
+def _qparams(token: QuantizedModelToken) -> dict[int, QParams]:
+    if token.phase == "observe":
+        return _all_qparams(token)
+    return {key: state.stored(key) for state in token.states.values() for key in state.slots}
+
+
+def _as_json(q: QParams) -> dict[str, Any]:
+    return {"scale": q.scale, "zero_point": q.zero_point, "quant_min": q.quant_min, "quant_max": q.quant_max}
+
+
+def _from_json(key: str, value: Any) -> QParams:
+    names = ("zero_point", "quant_min", "quant_max")
+    if not isinstance(value, dict) or not {"scale", *names} <= value.keys():
+        raise _bad(f"value {key}", "an object with scale, zero_point, quant_min and quant_max", value)
+    if type(value["scale"]) not in (int, float):
+        raise _bad(f"the scale of value {key}", "a number", value["scale"])
+    for name in names:
+        if type(value[name]) is not int:  # and no bool, which Python takes for one
+            raise _bad(f"the {name} of value {key}", "an integer", value[name])
+    try:
+        scale = float(value["scale"])
+    except OverflowError:
+        raise _bad(f"the scale of value {key}", WANTED, value["scale"]) from None
+    q = QParams(scale, *(value[name] for name in names))
+    if not makes_sense(q):
+        raise _bad(f"value {key}", WANTED, value)
+    return q
+
+
+def _bad(entry: str, expected: str, got: Any) -> RecipeError:
+    return RecipeError(
+        f"{entry} of the recipe makes no sense",
+        expected=expected,
+        got=reprlib.repr(got),
+        hint="correct or save it again",
+    )
+
+
+def _op_as_json(op: SeenOp) -> dict[str, Any]:
+    decision = op.decision
+    entry: dict[str, Any] = {
+        "path": op.path,
+        "op": op.op,
+        "call": op.call,
+        "site": op.site,
+        "precision": decision.precision,
+    }
+    if decision.reason:
+        entry["reason"] = decision.reason
+    entry["inputs"] = [
+        {"slot": read.slot, "precision": "int8", "value": key} for read in decision.reads for _, key in read.edges
+    ]
+    entry["output"] = (
+        {"precision": "float"} if decision.writes is None else {"precision": "int8", "value": decision.writes}
+    )
+    return entry
+
+
+def _forced(op: SeenOp, entry: dict[str, Any]) -> str:
+    """Why the recipe keeps an op in float that placement would quantize, or has in float for another reason; "" if
+    not.
+    """
+    kept = entry.get("precision") == "float"
+    if not kept and not any(i.get("precision") == "float" for i in entry.get("inputs", [])):
+        return ""
+    reason = entry.get("reason") if kept else None
+    if op.decision.precision == "float" and reason in (None, op.decision.reason):
+        return ""
+    return reason or "a recipe keeps it in float"
+
+
+def _read(path: str | os.PathLike) -> dict[str, Any]:
+    """What the file holds, of the types it should be of."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=_once, parse_int=_integer)
+    except (ValueError, RecursionError, IsADirectoryError) as error:  # ValueError: no JSON, or no text
+        raise RecipeError(f"the recipe cannot be read: {error}", got=str(path)) from error
+    if not isinstance(content, dict) or type(content.get("dbrq recipe")) is not int:
+        raise RecipeError("the file is no recipe", expected="what save_recipe writes", got=str(path))
+    if content["dbrq recipe"] != _VERSION:
+        raise RecipeError("the recipe is of another version", expected=_VERSION, got=content["dbrq recipe"],
+                          hint="save it again with this version of dbrq")  # fmt: skip
+    if not isinstance(content.get("ops"), list) or not isinstance(content.get("values"), dict):
+        raise RecipeError("the recipe lacks ops or values", got=str(path))
+    for key in content["values"]:
+        if not re.fullmatch("0|[1-9][0-9]{0,17}", key):
+            raise _bad(f"the name of value {key}", "a number", key)
+    for number, entry in enumerate(content["ops"]):
+        _check_op(number, entry)
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no name may come twice: which of the two counts is anybody's guess."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"{twice!r} is there twice in one object")
+    return content
+
+
+def _integer(text: str) -> int | str:
+    """An integer; one of more digits than Python converts stays text, so that it is told where it is."""
+    return int(text) if len(text) < 1000 else text
+
+
+def _check_op(number: int, entry: Any) -> None:
+    """Raise unless an op of a recipe has what is read of it, of the right types."""
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("path", "op")):
+        raise _bad(f"op {number}", "an object with path and op", entry)
+    name = f"op {number} ({entry['path']})"
+    if entry.get("precision") not in ("int8", "float"):
+        raise _bad(f"the precision of {name}", '"int8" or "float"', entry.get("precision"))
+    if not isinstance(entry.get("reason", ""), str):
+        raise _bad(f"the reason of {name}", "text", entry["reason"])
+    inputs = entry.get("inputs", [])
+    if not isinstance(inputs, list):
+        raise _bad(f"the inputs of {name}", "a list", inputs)
+    for i, read in enumerate(inputs):
+        if not isinstance(read, dict) or read.get("precision") not in ("int8", "float"):
+            raise _bad(f"input {i} of {name}", 'an object with a precision, "int8" or "float"', read)
