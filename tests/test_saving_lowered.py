@@ -15,6 +15,7 @@ from torch import nn
 
 import dbrq
 from dbrq.errors import LoadError, QuantizationError
+from dbrq.serialization.models import _LABEL
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_a_file_that_is_not_computed_as_it_was_is_refused(tmp_path):
     model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval(), torch.randn(4, 16)
     path = str(tmp_path / "lowered.pt")
     dbrq.save(dbrq.lower(dbrq.quantize(model, [x]), x), path)
-    label = {models._LABEL: ""}
+    label = {_LABEL: ""}
     changed = torch.jit.load(path, _extra_files=label)
     next(m for m in changed.modules() if hasattr(m, "scale")).scale.mul_(1.5)
     torch.jit.save(changed, path, _extra_files=label)

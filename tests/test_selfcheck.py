@@ -16,7 +16,7 @@ from torch.ao.quantization import default_dynamic_qconfig
 
 import dbrq
 from dbrq import kernels, selfcheck
-from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, formulations, script, trials
+from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, choice, formulations, script, stock, trials
 from dbrq.kernels.known_faults import FAULTS, Geometry, fault_of
 from dbrq.lowering import inductor
 from dbrq.lowering.engine import Lowering
@@ -133,7 +133,7 @@ def writes_too_far(op):
 
 def plant(monkeypatch, lie) -> None:
     """Have torch's convolution lie, by both of the names that Python calls it by."""
-    monkeypatch.setattr(kernels, "_qconv", lie(kernels._qconv))
+    monkeypatch.setattr(stock, "qconv", lie(stock.qconv))
     monkeypatch.setattr(torch.ops.onednn, "qconv_pointwise", lie(torch.ops.onednn.qconv_pointwise))
 
 
@@ -168,7 +168,7 @@ def test_a_sum_that_lies_or_writes_too_far_is_replaced(monkeypatch, lie):
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 4, 8, 8)
     quantized = dbrq.quantize(model, [x], progress=False)
-    monkeypatch.setattr(kernels, "_qconv_sum", lie(kernels._qconv_sum))
+    monkeypatch.setattr(stock, "qconv_sum", lie(stock.qconv_sum))
     assert right(quantized, x)
     (failure,) = selfcheck.failures()
     assert failure.kernel == "onednn.qconv2d_pointwise + sum" and failure.stand_in
@@ -178,8 +178,8 @@ def test_a_sum_that_lies_or_writes_too_far_is_replaced(monkeypatch, lie):
 def test_a_linear_layer_that_lies_is_computed_in_float(monkeypatch):
     model, x = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 5)).eval(), torch.randn(7, 32)
     quantized = dbrq.quantize(model, [x], progress=False)
-    op = kernels._qlinear
-    monkeypatch.setattr(kernels, "_qlinear", lambda q, *args: op(q, *args).roll(1, -1))
+    op = stock.qlinear
+    monkeypatch.setattr(stock, "qlinear", lambda q, *args: op(q, *args).roll(1, -1))
     assert right(quantized, x)
     assert "float32 product of levels" in dbrq.report(quantized).rows[0].kernel
     lowered = dbrq.lower(quantized, x)
@@ -272,7 +272,7 @@ def test_right_kernels_pass_in_every_way(post_op, out):
         assert way is formulations.Way.LEVELS or trials.convolution(geometry, call, way) == ""
     for added, summed in ((False, None), (False, out), (True, torch.uint8)):
         call = formulations.call_of(True, top, out, NO_POST_OP if summed else PostOp("gelu", (), "none"), summed)
-        assert formulations.is_linear_right(9, 24, 17, call, added), selfcheck.failures()
+        assert choice.is_linear_right(9, 24, 17, call, added), selfcheck.failures()
 
 
 # Known faults
@@ -332,7 +332,7 @@ def test_known_faults_are_computed_right(name, zero_point, ledger):
 
 def Conv(*arguments) -> nn.Module:
     kernel = script.Conv(*arguments)
-    return formulations.proven(kernel, arguments[-1], 127)[0]
+    return choice.proven(kernel, arguments[-1], 127)[0]
 
 
 def reloaded(module: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import kernels
 from ..errors import KernelInputError
 from ..kernels import PackedLinear, QParams
+from ..kernels.qparams import ROUND
 from ..mappings import leaf_row
 
 State = tuple[Tensor, ...]
@@ -242,8 +243,8 @@ def _quantize(x: Tensor, reduce_range: bool) -> tuple[Tensor, QParams]:
     ``torch.rsub`` takes plain numbers.
     """
     qparams = kernels.dynamic_qparams(x, reduce_range)
-    shifted = torch.rsub(x, kernels._ROUND + qparams.zero_point, alpha=-1.0 / qparams.scale)
-    shifted.clamp_(kernels._ROUND + qparams.quant_min, kernels._ROUND + qparams.quant_max)
+    shifted = torch.rsub(x, ROUND + qparams.zero_point, alpha=-1.0 / qparams.scale)
+    shifted.clamp_(ROUND + qparams.quant_min, ROUND + qparams.quant_max)
     return shifted.view(torch.int32).to(torch.uint8), qparams
 
 

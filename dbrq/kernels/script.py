@@ -15,15 +15,16 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import _PAD_BY_HAND_BELOW, _ROUND, NO_POST_OP, PostOp, QParams
 from .known_faults import is_one_column, is_one_frame, is_one_step, lies_in_padding, plain_dilation
+from .qparams import NO_POST_OP, ROUND, PostOp, QParams
+from .stock import PAD_BY_HAND_BELOW
 
 
 def _bits(x: Tensor) -> Tensor:
     """int32 whose low 8 bits are those of a float32 tensor of shifted levels.
 
     ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the
-    number itself serves, since ``_ROUND`` is a multiple of 256.
+    number itself serves, since ``ROUND`` is a multiple of 256.
     """
     if x.is_contiguous():
         return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())
@@ -44,9 +45,9 @@ class Quantize(nn.Module):
     def __init__(self, qparams: QParams, channels_last: bool = False) -> None:
         super().__init__()
         self.inverse = 1.0 / qparams.scale
-        self.low, self.high = _ROUND + qparams.quant_min, _ROUND + qparams.quant_max
+        self.low, self.high = ROUND + qparams.quant_min, ROUND + qparams.quant_max
         self.channels_last = channels_last
-        self.register_buffer("shift", torch.tensor(_ROUND + qparams.zero_point, dtype=torch.float32))
+        self.register_buffer("shift", torch.tensor(ROUND + qparams.zero_point, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
@@ -70,11 +71,11 @@ class QuantizeImage(nn.Module):
     def __init__(self, qparams: QParams, padding: Sequence[int]) -> None:
         super().__init__()
         self.inverse = 1.0 / qparams.scale
-        self.low, self.high = _ROUND + qparams.quant_min, _ROUND + qparams.quant_max
+        self.low, self.high = ROUND + qparams.quant_min, ROUND + qparams.quant_max
         self.padding = (padding[1], padding[1], padding[0], padding[0])
-        self.pads, self.round = any(padding), _ROUND
+        self.pads, self.round = any(padding), ROUND
         self.fill = float(qparams.zero_point * (1 + 256 + 65536))
-        self.register_buffer("shift", torch.tensor(_ROUND + qparams.zero_point, dtype=torch.float32))
+        self.register_buffer("shift", torch.tensor(ROUND + qparams.zero_point, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dim() == 4 and x.size(1) == 3, "dbrq: this graph takes images of 3 channels"
@@ -101,8 +102,8 @@ class AverageToInt8(nn.Module):
     def __init__(self, old: QParams, new: QParams) -> None:
         super().__init__()
         self.ratio, self.zero_point = old.scale / new.scale, old.zero_point
-        self.low, self.high = _ROUND + new.quant_min, _ROUND + new.quant_max
-        self.register_buffer("shift", torch.tensor(_ROUND + new.zero_point, dtype=torch.float32))
+        self.low, self.high = ROUND + new.quant_min, ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(ROUND + new.zero_point, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.zero_point != 0:
@@ -119,8 +120,8 @@ class Requantize(nn.Module):
         super().__init__()
         self.ratio = old.scale / new.scale
         self.zero_point = old.zero_point
-        self.low, self.high = _ROUND + new.quant_min, _ROUND + new.quant_max
-        self.register_buffer("shift", torch.tensor(_ROUND + new.zero_point, dtype=torch.float32))
+        self.low, self.high = ROUND + new.quant_min, ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(ROUND + new.zero_point, dtype=torch.float32))
 
     def forward(self, q: Tensor) -> Tensor:
         levels = q.to(torch.float32).sub_(self.zero_point)
@@ -316,7 +317,7 @@ class Conv(_Kernel):
         self.stride, self.groups = tuple(stride), groups
         self.dilation = tuple(plain_dilation(list(self.kernel), list(dilation)))
         self.padding, self.hand_padding = tuple(padding), tuple([0] * self.ndim)
-        small = input.zero_point and any(padding) and math.prod(shape) <= _PAD_BY_HAND_BELOW
+        small = input.zero_point and any(padding) and math.prod(shape) <= PAD_BY_HAND_BELOW
         if small or lies_in_padding(list(self.kernel), list(padding), list(self.dilation)):
             self.padding, self.hand_padding = self.hand_padding, self.padding
         self.fill = self.input_zero_point

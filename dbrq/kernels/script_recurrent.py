@@ -11,7 +11,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import QParams
+from .qparams import QParams
 from .script import DynamicLinear
 
 _LSTM, _GRU, _TANH, _RELU = range(4)

@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..selfcheck import Guarded, integers
-from . import PackedConv, PackedLinear, PostOp, QParams, script
+from . import script
 from .formulations import Call, Way, is_stock, stand_in
 from .known_faults import Geometry
+from .qparams import PostOp, QParams
+from .stock import StockConv, StockLinear
 
 #: Multiply-accumulates spent on what a kernel should have computed.
 _MOST = 1_000_000
@@ -199,7 +201,7 @@ def _convolved(g: Geometry, call: Call, way: Way, layer: _Layer, q: Tensor, accu
             layer.weight, layer.scale, layer.bias, g, way, layer.input, layer.post_op, layer.out, summed, call.out
         )
         return kernel(q) if accumulator is None else kernel(q, accumulator)
-    packed = PackedConv(layer.weight, layer.scale, layer.bias, g.stride, g.padding, g.dilation, g.groups)
+    packed = StockConv(layer.weight, layer.scale, layer.bias, g.stride, g.padding, g.dilation, g.groups)
     if accumulator is None:
         return packed.stock(q, layer.input, layer.post_op, layer.out, call.out)
     return packed.stock_sum(q, layer.input, accumulator, layer.other, call.post_op == "relu", layer.out, call.out)
@@ -240,7 +242,7 @@ def linear(rows: int, inner: int, outer: int, call: Call, added: bool) -> str:
             zone = Guarded(other.numel() * other.element_size())
         if added and call.summed is torch.uint8:
             layer.in_units_of_other()
-        packed = PackedLinear(layer.weight, layer.scale, layer.bias)
+        packed = StockLinear(layer.weight, layer.scale, layer.bias)
         if zone is None:
             got = packed.stock(q, layer.input, layer.post_op, layer.out, call.out)
         else:

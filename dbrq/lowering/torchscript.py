@@ -16,17 +16,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import RewriteError
-from ..kernels import (
-    NO_POST_OP,
-    SUPPORTED_POST_OPS,
-    PostOp,
-    QParams,
-    formulations,
-    ints,
-    is_matmul_right,
-    is_max_pool_right,
-    script,
-)
+from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, choice, ints, script
 from ..kernels.script_recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
 from ..op_facts import called, family, is_random, is_unsaid, is_written, writes
@@ -400,7 +390,7 @@ def prove_kernels(lowering: Lowering) -> None:
             node.target, words = script.max_pool_of_levels, "float32 max pool of levels"
         elif is_call(node, script.int8_matmul):
             m, k, n = *node.args[0].meta["shape"][-2:], node.args[1].meta["shape"][-1]
-            if not is_matmul_right(m, k, n):
+            if not choice.is_matmul_right(m, k, n):
                 node.target, words = script.matmul_of_levels, "float32 product of levels"
         if words:
             lowering.note("prove_kernels", node, words)
@@ -422,7 +412,7 @@ def _proven_module(lowering: Lowering, node: fx.Node) -> str:
     else:
         made = source.meta.get("qparams")  # type: ignore[union-attr]
         top = 255 if made is None else made.quant_max
-    new, words = formulations.proven(kernel, source.meta["shape"], top)  # type: ignore[union-attr]
+    new, words = choice.proven(kernel, source.meta["shape"], top)  # type: ignore[union-attr]
     lowering.modules[node.target] = new  # type: ignore[index]
     return words
 
@@ -435,7 +425,7 @@ def _proven_steps(recurrent: nn.Module, shape: Sequence[int]) -> str:
         for name, child in list(module.named_children()):
             if isinstance(child, script.DynamicLinear):
                 rows = math.prod(shape[:-1]) if name == "input" else batch
-                new, words = formulations.proven(child, (rows, child.weight.shape[1]), child.levels)
+                new, words = choice.proven(child, (rows, child.weight.shape[1]), child.levels)
                 setattr(module, name, new)
                 found = found or words
     return found
@@ -452,7 +442,7 @@ def _pools_right(node: fx.Node) -> bool:
         lists = [[fill, *values] for fill, values in zip((1, 1, 0, 1), lists, strict=True)]  # type: ignore[misc]
     _, c, h, w = shape
     return all(
-        is_max_pool_right(shape, strides, *lists, bool(ceil_mode))  # type: ignore[arg-type]
+        choice.is_max_pool_right(shape, strides, *lists, bool(ceil_mode))  # type: ignore[arg-type]
         for strides in ((c * h * w, 1, w * c, c), (c * h * w, h * w, w, 1))
     )
 
