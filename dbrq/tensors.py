@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 from .pytree import tree_map
-
-if TYPE_CHECKING:
-    from .record.record import Tag
+from .record.record import Tag
 
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction

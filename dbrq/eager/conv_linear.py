@@ -16,6 +16,7 @@ from ..kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParam
 from ..kernels.ranges import seven_bits
 from ..mappings import Role, Spelling
 from ..record.arguments import activations, constant
+from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
 from ..tensors import Int8Tensor, plain, set_tag
 from .executor import Plan, Quantized
@@ -27,8 +28,6 @@ from .weights import (
     norm_scale,
     norm_shift,
     rounds_to,
-    source_of,
-    tensor_of,
 )
 
 if TYPE_CHECKING:

@@ -16,24 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LoadError, QuantizationError
+from ..errors import LoadError
 from ..kernels import along, quantize_weight
 from ..kernels.ranges import are_scales
 from ..mappings import Role
-from ..record.record import ParameterRef, Record, SeenOp, Step
+from ..record.parameters import ParameterRef, tensor_of
+from ..record.record import Record, SeenOp, Step
 from ..tensors import Int8Weight, geometry_of
-
-
-def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
-    """The parameter or buffer, or the part of it, that ``ref`` means."""
-    module = modules[ref.path]
-    whole = module._parameters.get(ref.name)
-    whole = getattr(module, ref.name, None) if whole is None else whole  # a buffer, or parametrized
-    if whole is None:
-        raise QuantizationError(
-            "a parameter of the converted model is gone", path=ref.path, expected=str(ref), got="None"
-        )
-    return whole if ref.whole else whole.contiguous().as_strided(*ref.geometry)
 
 
 def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> bool:
@@ -158,12 +147,6 @@ class Watched:
 
 
 _version = operator.attrgetter("_version")
-
-
-def source_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> tuple[dict, str]:
-    """The dict that registers a parameter or buffer, and its name."""
-    module = modules[ref.path]
-    return (module._parameters if ref.name in module._parameters else module._buffers), ref.name
 
 
 def check_entry(given: Any, held: Tensor, path: str, name: str) -> None:

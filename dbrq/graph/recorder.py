@@ -40,7 +40,8 @@ from ..op_facts import (
 )
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..record.record import ParameterRef, Tag
+from ..record.parameters import ParameterRef
+from ..record.record import Tag
 from ..tensors import Int8Weight, plain
 from .located import located, op_of
 from .symbols import Traced, traced, untraced

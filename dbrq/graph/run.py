@@ -23,7 +23,7 @@ from ..eager.decompositions import decomposed
 from ..eager.float_reference import run_float
 from ..eager.ops import EmbeddingPlan, RecurrentPlan
 from ..eager.recurrent import recurrent_weights
-from ..eager.weights import norm_scale, norm_shift, tensor_of
+from ..eager.weights import norm_scale, norm_shift
 from ..errors import DeviationError, RewriteError
 from ..kernels import along, ints
 from ..kernels.known_faults import plain_dilation
@@ -33,6 +33,7 @@ from ..op_facts import writes
 from ..pytree import tree_leaves, tree_map
 from ..record.arguments import bind_leaf
 from ..record.callsite import border, user_line
+from ..record.parameters import tensor_of
 from ..record.record import Tag
 from ..tensors import Int8Weight
 from .recorder import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves

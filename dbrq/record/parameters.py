@@ -1,8 +1,9 @@
-"""Weights that forward computes from parameters alone, as weight standardization does: how it computes them.
+"""Parameters as a record names them, and weights that forward computes from parameters alone.
 
-Such a weight is as constant as the parameters are. Conversion computes it once more, from the parameters as they are
-by then (training may have changed them), and quantizes the result. The user's Python goes on computing it in float,
-so each run of a converted model can tell whether it is still the weight that was quantized (``weights.rounds_to``).
+As weight standardization does. Such a weight is as constant as the parameters are. Conversion computes it once more,
+from the parameters as they are by then (training may have changed them), and quantizes the result. The user's Python
+goes on computing it in float, so each run of a converted model can tell whether it is still the weight that was
+quantized (``weights.rounds_to``).
 """
 
 from __future__ import annotations
@@ -15,14 +16,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..eager.weights import tensor_of
+from ..errors import QuantizationError
 from ..mappings import function_name
 from ..op_facts import may_be_random, mutates
 from ..pytree import tree_leaves
-from .record import ParameterRef
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEPEST = 100
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant.
+
+    ``shape``, ``stride`` and ``offset`` of a part are those in the contiguous parameter. A ``computed`` one is no
+    parameter, but what forward computes from parameters alone (``Computed``); ``name`` is where conversion puts it.
+    """
+
+    path: str
+    name: str
+    whole: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    computed: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.path, self.name
+
+    @property
+    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        return self.shape, self.stride, self.offset
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+
+def tensor_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> Tensor:
+    """The parameter or buffer, or the part of it, that ``ref`` means."""
+    module = modules[ref.path]
+    whole = module._parameters.get(ref.name)
+    whole = getattr(module, ref.name, None) if whole is None else whole  # a buffer, or parametrized
+    if whole is None:
+        raise QuantizationError(
+            "a parameter of the converted model is gone", path=ref.path, expected=str(ref), got="None"
+        )
+    return whole if ref.whole else whole.contiguous().as_strided(*ref.geometry)
+
+
+def source_of(ref: ParameterRef, modules: dict[str, nn.Module]) -> tuple[dict, str]:
+    """The dict that registers a parameter or buffer, and its name."""
+    module = modules[ref.path]
+    return (module._parameters if ref.name in module._parameters else module._buffers), ref.name
 
 
 @dataclass(frozen=True, eq=False)

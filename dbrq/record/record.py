@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.ao.quantization import QConfig
 
 from ..mappings import OpRow
 from .callsite import Site, user_line
-
-if TYPE_CHECKING:
-    from .parameters import Computed
+from .parameters import Computed, ParameterRef
 
 #: Who made a value: the value's id for ops of the table and for inputs, a function's name for other ops, None for
 # constants.
@@ -35,34 +33,6 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.id}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class ParameterRef:
-    """A parameter or buffer of the model, or a pure view of one: where it is registered and which part is meant.
-
-    ``shape``, ``stride`` and ``offset`` of a part are those in the contiguous parameter. A ``computed`` one is no
-    parameter, but what forward computes from parameters alone (computed.py); ``name`` is where conversion puts it.
-    """
-
-    path: str
-    name: str
-    whole: bool
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    computed: bool = False
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.path, self.name
-
-    @property
-    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        return self.shape, self.stride, self.offset
-
-    def __str__(self) -> str:
-        return f"{self.path}.{self.name}".lstrip(".")
 
 
 #: Why a computed weight stays float that is not computed with the same numbers each time.
