@@ -21,9 +21,8 @@ import inspect
 import logging
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +31,21 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from .eager import views
 from .eager.decompositions import DECOMPOSABLE, decomposed
+from .eager.interfaces import Hook
+from .eager.path import Frame
 from .errors import ConfigurationError, KernelInputError
 from .guards import not_compiled, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
 from .op_facts import mutates
 from .pytree import tree_leaves, tree_map
-from .record.callsite import border, chain_of_spots, spot
-from .record.record import Place, Tag
-from .tensors import Int8Tensor, Lazy, Provenance, current, plain, unmarked
-
-if TYPE_CHECKING:
-    from .quantization_state import AutoQuantizationState, Hook, Hooks
+from .quantization_state import AutoQuantizationState
+from .record.callsite import border
+from .record.record import Tag
+from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
 NOT_RUN = object()
-#: Tag of what was made of a value that was never seen where it was read: its range is not known.
-UNSURE = "a value of another origin than was recorded"
 _Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
@@ -194,114 +191,6 @@ class InterceptedForward:
     @property
     def __wrapped__(self) -> Callable:
         return self.previous or type(self.module).forward.__get__(self.module)
-
-
-class Came:
-    """The places that a run came through in one call of a module, in any order.
-
-    Attributes:
-        counts: how often through each.
-    """
-
-    __slots__ = ("_hashes", "_number", "counts")
-
-    def __init__(self) -> None:
-        self.counts: Counter[Place] = Counter()
-        self._number = self._hashes = 0
-
-    def through(self, hooks: Iterable[Hook]) -> None:
-        for hook in hooks:
-            place = hook.op.place
-            self.counts[place] += 1
-            self._number += 1
-            self._hashes += hash(place)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Stands for all of ``counts``, whatever their order."""
-        return self._number, self._hashes
-
-
-class Frame:
-    """One call of one module in a run: the hooks of the recorded path that it follows, and how far it has come.
-
-    Attributes:
-        state: the module's.
-        known: the hooks of this call.
-        hooks, index: the path followed, and the op expected next.
-        start: where the code branched to that path, and ...
-        came: ... the places that it came through before, None if it has not branched yet.
-        lenient: an op of the kind that is expected will do, wherever in the code it is.
-    """
-
-    __slots__ = ("came", "hooks", "index", "known", "lenient", "start", "state")
-
-    def __init__(self, state: AutoQuantizationState, known: Hooks, lenient: bool = False) -> None:
-        self.state, self.known, self.lenient = state, known, lenient
-        self.hooks, self.index, self.start = known.usual, 0, 0
-        self.came: Came | None = None
-
-    def leaf(self, row: OpRow, path: str) -> Hook | None:
-        """The hook of a leaf module that runs now; None if it was never recorded."""
-        index = self.index
-        if index < len(self.hooks):
-            hook = self.hooks[index]
-            if hook.row is row and hook.module_path == path and (not hook.sited or self._here(hook)):
-                self.index = index + 1
-                return hook
-        found = self._branch(self.state.places_of_leaf(path))
-        if found is not None and found.sited:
-            self._learn(found)
-        return found
-
-    def _here(self, hook: Hook) -> bool:
-        """Whether the code that runs now is where the op was met before."""
-        return (chain_of_spots() if hook.deep else spot()) in hook.spots
-
-    def _learn(self, hook: Hook) -> None:
-        hook.spots.add(chain_of_spots() if hook.deep else spot())
-
-    def function(self, row: OpRow, bound: list[Any] | None) -> Hook | None:
-        """The hook of a function that runs now; None if it was never recorded. ``bound``: its arguments, if its row
-        takes a weight.
-        """
-        index = self.index
-        if index < len(self.hooks):
-            hook = self.hooks[index]
-            takes = hook.row is row and hook.module_path is None and self._here(hook)
-            if takes and (bound is None or hook.fits(bound)):
-                self.index = index + 1
-                return hook
-        found = self._branch(self.state.places_of_function(row, bound))
-        if found is not None:
-            self._learn(found)
-        elif self.lenient and index < len(self.hooks):
-            hook = self.hooks[index]
-            if hook.row is row and hook.module_path is None and (bound is None or hook.fits(bound)):
-                self.index = index + 1
-                return hook
-        return found
-
-    def _branch(self, places: list[Place]) -> Hook | None:
-        """Go on where one of ``places`` was recorded, if one was."""
-        if self.came is None:
-            self.came = Came()
-        self.came.through(self.hooks[self.start : self.index])
-        self.start = self.index
-        for place in places:
-            found = self.known.find(place, self.came)
-            if found is not None:
-                self.hooks, self.start = found
-                self.index = self.start + 1
-                return self.hooks[self.start]
-        return None
-
-    def finish(self) -> None:
-        """The forward is over; in strict models it must have ended where a recorded path does."""
-        left = self.index != len(self.hooks)
-        if (left or self.hooks is not self.known.usual) and self.state.token.strict:
-            last = self.hooks[self.index - 1].op if self.index else None
-            self.state.check_end(last, self.hooks[self.index].op if left else None)
 
 
 class RunCall(TorchFunctionMode):

@@ -7,110 +7,27 @@ during a run.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .auto_trace import Came, InterceptedForward, ModelToken, RunCall
+from .eager import ops
+from .eager.interfaces import Hook, Model, Part
+from .eager.path import Hooks
 from .eager.weights import check_entry
 from .errors import DeviationError, LoadError
 from .kernels import QParams, together
 from .kernels.ranges import SAFE, WANTED, for_this_cpu, makes_sense
-from .mappings import OpRow, Spelling
-from .record.callsite import Site, Spot, site
+from .mappings import OpRow
+from .record.callsite import Site, site
 from .record.record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
-
-
-class Part(Protocol):
-    """What runs in place of one call of a module; returns ``NOT_RUN`` if it does not take the arguments."""
-
-    def __call__(self, call: RunCall, args: tuple, kwargs: dict) -> Any: ...
-
-
-class Hook(Protocol):
-    """What happens at one op. ``module`` serves leaf modules (``leaf``: with one argument), ``function`` everything
-    else.
-
-    Attributes:
-        spots: where in the code the op was met in this process.
-        deep: whether that takes the whole chain of calls to tell.
-        sited: for a leaf module, whether it is called on several lines.
-        any_time: whether it stands for an op at times when it was never seen.
-    """
-
-    op: SeenOp
-    row: OpRow
-    module_path: str | None
-    reads: Sequence[Read]
-    spots: set[Spot]
-    deep: bool
-    sited: bool
-    any_time: bool
-
-    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any: ...
-
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any: ...
-
-    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any: ...
-
-    def fits(self, bound: Sequence[Any]) -> bool: ...
-
 
 #: The tensors that hold qparams, in the order of the fields of ``QParams``.
 _QPARAMS = {"scale": torch.float32, "zero_point": torch.int64, "quant_min": torch.uint8, "quant_max": torch.uint8}
 _INTEGERS = tuple(_QPARAMS)[1:]
-
-#: A loop that runs on is looked ahead for this many ops at most.
-_AHEAD = 64
-
-
-class Hooks:
-    """The op hooks of one call of a module.
-
-    Attributes:
-        usual: those of the path that was seen most.
-    """
-
-    def __init__(self, state: AutoQuantizationState, paths: Sequence[list[Hook]], usual: int) -> None:
-        self.state, self.usual = state, paths[usual] if paths else []
-        self._at: dict[tuple[Place, int], dict[tuple[int, int], tuple[list[Hook], int]]] = {}
-        for hooks in paths:
-            came = Came()
-            for position, hook in enumerate(hooks):
-                self._at.setdefault((hook.op.place, hook.op.nth), {}).setdefault(came.key, (hooks, position))
-                came.through([hook])
-
-    def find(self, place: Place, came: Came) -> tuple[list[Hook], int] | None:
-        """Where a run goes on at ``place``: on a recorded path that came through the same; else at that op, whatever
-        follows; else, as it was not met so often, in hooks that serve any time and any call.
-        """
-        known = self._at.get((place, came.counts[place]))
-        if known is None:
-            return self._on_and_on(place, came.counts.copy())
-        found = known.get(came.key)
-        if found is None:
-            hooks, position = next(iter(known.values()))
-            return [hooks[position]], 0
-        return found
-
-    def _on_and_on(self, place: Place, counts: Counter[Place]) -> tuple[list[Hook], int] | None:
-        """Hooks for a loop that runs on at ``place``, up to what it never ran on to."""
-        found = self.state.any_hooks().get(place)
-        if found is None:
-            return None
-        hooks, position = found
-        body = []
-        for hook in hooks[position : position + _AHEAD]:
-            its = hook.op.place
-            if (its, counts[its]) in self._at:
-                break
-            counts[its] += 1
-            body.append(hook)
-        return body, 0
 
 
 class AutoQuantizationState(nn.Module):
@@ -140,7 +57,7 @@ class AutoQuantizationState(nn.Module):
     _functions: dict[tuple[str, Any], list[tuple[Place, Hook]]]
     _shared: tuple[dict[Site, set[Site]], dict[str, list[Place]]] | None
 
-    def __init__(self, path: str, token: ModelToken, calls: list[SeenCall]) -> None:
+    def __init__(self, path: str, token: Model, calls: list[SeenCall]) -> None:
         super().__init__()
         self.path, self.token, self.calls = path, token, calls
         self.opaque = False
@@ -160,7 +77,7 @@ class AutoQuantizationState(nn.Module):
         """Who made the tensors of argument ``name`` where the module is the outermost of a run: the caller, as when it
         was calibrated so, else who made them inside the model.
         """
-        given = self.token.record.named  # type: ignore[attr-defined]
+        given = self.token.record.named
         tags: list[Tag] = [given.get((self.path, name, i, t.dtype)) for i, t in enumerate(tensors)]
         inside = self.calls[0].input_tags.get(name, ()) if self.calls else ()
         return [inside[i] if tag is None and i < len(inside) else tag for i, tag in enumerate(tags)]
@@ -270,9 +187,7 @@ class AutoQuantizationState(nn.Module):
         """The hook of one op."""
         hook = self._plans.get(op)
         if hook is None:
-            from .eager.ops import plan
-
-            hook = plan(self, op)
+            hook = ops.plan(self, op)
             sites, places = self._sharing()
             hook.deep = len(sites[op.place.site[:1]]) > 1
             hook.sited = op.leaf is not None and len(places[op.leaf]) > 1

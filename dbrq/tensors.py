@@ -23,6 +23,8 @@ from .record.record import Tag
 
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction
+#: Tag of what was made of a value that was never seen where it was read: its range is not known.
+UNSURE = "a value of another origin than was recorded"
 
 
 #: Attribute of a tensor that a call made: the call's stamp, and who in the call made it.

@@ -1,6 +1,7 @@
 """What every test relies on: quiet threads, warnings not swallowed, equal random numbers, an importable torchvision."""
 
 import contextlib
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Worker processes share the two cores: threads of both would wait for each other.
+torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # torch gives most warnings once in a process; the filter in setup.cfg must meet them in every test.
 torch.set_warn_always(True)
 
@@ -21,6 +23,12 @@ for _schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
     with contextlib.suppress(RuntimeError):  # the real ones are there
         _TORCHVISION.define(_schema)
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: the collector need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dbrq.record.record.arguments import activations
+from dbrq.record.eager.arguments import activations
 from dbrq.record.record.record import SeenOp
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, quantize_fx

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..auto_trace import InterceptedForward, active, hook_log, look, version_of
+from ..eager.arguments import activations, bind_leaf, constant, specified
 from ..eager.decompositions import decomposed
 from ..errors import ConfigurationError
 from ..mappings import (
@@ -40,7 +41,6 @@ from ..mappings import (
 )
 from ..op_facts import mutates
 from ..pytree import tree_leaves, tree_map
-from ..record.arguments import activations, bind_leaf, constant, specified
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import (

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from ..auto_trace import UNSURE, InterceptedForward, RunCall
 from ..errors import QuantizationError
 from ..kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from ..kernels.ranges import seven_bits
 from ..mappings import Role, Spelling
-from ..record.arguments import activations, constant
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
-from ..tensors import Int8Tensor, plain, set_tag
+from ..tensors import UNSURE, Int8Tensor, plain, set_tag
+from .arguments import activations, constant
 from .executor import Plan, Quantized
+from .interfaces import Leaf, Run, State
 from .weights import (
     StoredWeight,
     Watched,
@@ -29,9 +29,6 @@ from .weights import (
     norm_shift,
     rounds_to,
 )
-
-if TYPE_CHECKING:
-    from ..quantization_state import AutoQuantizationState
 
 _disabled = torch._C.DisableTorchFunction
 
@@ -60,16 +57,16 @@ class Fused:
 class ComputePlan(Plan):
     """conv1d, conv2d, conv3d and linear with int8 activations, and what is fused behind them."""
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         self.steps = op.decision.chain
-        self.modules = state.token.modules  # type: ignore[attr-defined]
+        self.modules = state.token.modules
         assert op.weight is not None
-        self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])  # type: ignore[attr-defined]
+        self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])
         self._levels = levels_of(op.qconfig)
-        kept = op.weight.key in state.token.kept_weights  # type: ignore[attr-defined]
+        kept = op.weight.key in state.token.kept_weights
         self.replaced = {} if kept else self.modules[op.weight.path]._parameters
-        self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = state.token.packed_for(op)  # type: ignore[attr-defined]
+        self._packed: dict[bool, tuple[Watched, PackedConv | PackedLinear]] = state.token.packed_for(op)
         self._post_ops: dict[int, PostOp] = {}
         self._bound: dict[tuple, tuple] = {}  # input shape and stage -> what it was bound to, and the callable
         self._usual: dict[torch.Size, torch.Size] = {}  # input shapes that need no care -> output shape
@@ -90,7 +87,7 @@ class ComputePlan(Plan):
             int8, scale = self.weight.int8(self.modules), self.weight.scale(self.modules)
             return rounds_to(bound[1], int8, scale, *self._levels)
 
-    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+    def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
         if type(x) is Int8Tensor and x.data_u8 is not None:
             shape = self._usual.get(x.size_)
             if shape is not None and x.tag in self._tags:
@@ -100,13 +97,13 @@ class ComputePlan(Plan):
                     return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
         return self.module(call, leaf, (x,), {})
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+    def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         if kwargs or self.op.bias_computed:
             return super().module(call, leaf, args, kwargs)
         with _disabled():
             return self.run(call, args)
 
-    def run(self, call: RunCall, bound: Sequence[Any]) -> Any:
+    def run(self, call: Run, bound: Sequence[Any]) -> Any:
         x = bound[0]
         found = self.read_int8(call, x, 0)
         if found is None:
@@ -138,7 +135,7 @@ class ComputePlan(Plan):
         result = self.execute(q, qparams, 0, None, self.out)
         return self._tagged(result) if self.out is None else Int8Tensor(shape, result, self.out, self.tag)
 
-    def _unusual(self, found: Quantized | None, call: RunCall, bound: Sequence[Any]) -> Any:
+    def _unusual(self, found: Quantized | None, call: Run, bound: Sequence[Any]) -> Any:
         """Inputs without batch dimension, empty ones, and values of another origin."""
         if found is not None and found[0].numel() and self.plain_input and not self.op.bias_computed:
             q, qparams = found
@@ -211,7 +208,7 @@ class ComputePlan(Plan):
         return result if out is not None or not self.contiguous else result.contiguous()
 
     def prove(self) -> None:
-        token: Any = self.state.token
+        token = self.state.token
         values, stage = token.record.values, len(self.steps)
         last = values[self.steps[-1].value].producer if stage else self.op
         writes = None if self.op.bias_computed else last.decision.writes
@@ -232,7 +229,7 @@ class ComputePlan(Plan):
 
     def _prove_sum(self, shape: torch.Size, step: Step, out: QParams | None) -> None:
         """As ``prove``, for what ``_sum`` does with the addition ``step``."""
-        token: Any = self.state.token
+        token = self.state.token
         adds = token.record.values[step.value].producer
         others = [token.record.values[vid].info.shape for slot, vid in adds.activations if slot == step.other_slot]
         if len(others) != 1 or (step.other is None and out is not None):
@@ -314,17 +311,17 @@ class FusedPlan(Plan):
     else.
     """
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         self.follows = op.decision.member_of
         self.adds = self.row.role is Role.ELEMENTWISE
 
-    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+    def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
         if not self._continues(x):
             return self.module(call, leaf, (x,), {})
         return self._continue(x, x.deferred, self.op.inplace)
 
-    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+    def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         if not self.adds or kwargs or len(args) != 2:
             return super().function(call, func, spelling, args, kwargs)
         x, other = args
@@ -335,12 +332,12 @@ class FusedPlan(Plan):
             return super().function(call, func, spelling, args, kwargs)
         return self._continue(x, self._with(call, x.deferred, read), spelling.inplace)
 
-    def _with(self, call: RunCall, fused: Fused, other: Any) -> Fused:
+    def _with(self, call: Run, fused: Fused, other: Any) -> Fused:
         """The fusion with the other operand of its add."""
         unsure, call.unsure = fused.unsure or call.unsure, False
         return Fused(fused.plan, fused.q, fused.qparams, unsure, other)
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         slots = bound[:2] if self.adds else bound[:1]
         slot = next((i for i, x in enumerate(slots) if self._continues(x)), None)
         if slot is None:
@@ -358,7 +355,7 @@ class FusedPlan(Plan):
             fused = self._with(call, fused, other)
         return self._continue(x, fused)
 
-    def _alone(self, call: RunCall, bound: list[Any]) -> Any:
+    def _alone(self, call: Run, bound: list[Any]) -> Any:
         """The op by itself: somebody looked at the value inside the fusion, or it comes from elsewhere."""
         for _, x in activations(self.row, bound):
             tag = call.tag_of(x)
@@ -404,7 +401,7 @@ class FusedPlan(Plan):
         x.data_u8, x.qparams, x.tag, x.deferred = data, self.out, self.tag, None
         return x
 
-    def _other(self, call: RunCall, x: Any) -> Any:
+    def _other(self, call: Run, x: Any) -> Any:
         """The other operand of a fused add, as (elements, qparams or None for float); a copy where the user may change
         it.
         """
@@ -429,7 +426,7 @@ class FusedPlan(Plan):
 class DynamicLinearPlan(ComputePlan):
     """linear with activations quantized by their own range at run time, or not at all; the result is float32."""
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
 
@@ -438,11 +435,11 @@ class DynamicLinearPlan(ComputePlan):
             return
         top = 127 if self.reduce_range else 255
         for vid in self.op.slots().get(0, ()):
-            shape = self._as_read(self.state.token.record.values[vid].info.shape)  # type: ignore[attr-defined]
+            shape = self._as_read(self.state.token.record.values[vid].info.shape)
             if shape is not None:
                 self.packed(False).prove(shape, QParams(1.0, top // 2, 0, top), NO_POST_OP, None)
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         x = plain(bound[0])
         self.require_float32(x)
         if not x.numel():

@@ -7,24 +7,21 @@ Plans are read-only while they run, so threads share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..auto_trace import UNSURE, InterceptedForward, RunCall
 from ..errors import DeviationError, KernelInputError
 from ..kernels import QParams, dynamic_qparams, quantize, together
 from ..mappings import Role, Spelling, asks_inplace
 from ..pytree import tree_leaves, tree_map
-from ..record.arguments import bind_leaf
 from ..record.callsite import Spot
 from ..record.record import Read, SeenOp, Tag
-from ..tensors import Int8Tensor, plain, set_tag
+from ..tensors import UNSURE, Int8Tensor, plain, set_tag
+from .arguments import bind_leaf
 from .float_reference import run_float
-
-if TYPE_CHECKING:
-    from ..quantization_state import AutoQuantizationState
+from .interfaces import Leaf, Run, State
 
 Quantized = tuple[Tensor, QParams]
 _disabled = torch._C.DisableTorchFunction
@@ -41,7 +38,7 @@ def _has_elements(x: Tensor) -> bool:
 class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         self.state, self.op, self.row, self.module_path = state, op, op.row, op.leaf
         self.reads: Sequence[Read] = op.decision.reads
         self.tag = op.result.tag
@@ -50,7 +47,7 @@ class Plan:
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
-        values = state.token.record.values  # type: ignore[attr-defined]
+        values = state.token.record.values
         self._slots = sorted(op.slots())
         self._makers: dict[Tag, bool] = {values[vid].info.tag: True for _, vid in op.activations}
 
@@ -82,7 +79,7 @@ class Plan:
         for known, key in edges:
             if known == tag:
                 return self.state.qparams(key)
-        token: Any = self.state.token
+        token = self.state.token
         place = token.place_of(tag)
         same = [] if place is None else [key for known, key in edges if token.place_of(known) == place]
         own = token.qparams_of(tag) if same or self.any_time else None
@@ -94,13 +91,13 @@ class Plan:
         """Whether the op was ever seen to read what ``tag`` made, now or at another time."""
         known = self._makers.get(tag)
         if known is None:
-            token: Any = self.state.token
+            token = self.state.token
             place = token.place_of(tag)
             places = {token.place_of(maker) for maker, expected in self._makers.items() if expected}
             known = self._makers[tag] = tag != UNSURE and (self.any_time or (place is not None and place in places))
         return known
 
-    def _note_origins(self, call: RunCall, bound: Sequence[Any]) -> None:
+    def _note_origins(self, call: Run, bound: Sequence[Any]) -> None:
         """What a float op makes of a value of unknown range has none either."""
         values = bound[0] if self.row.takes_list else bound
         for slot in self._slots:
@@ -112,11 +109,11 @@ class Plan:
 
     # The two ways an op is spelled
 
-    def leaf(self, call: RunCall, leaf: InterceptedForward, x: Any) -> Any:
+    def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
         """The op as a leaf module with one argument; the hot path, runs under the function mode."""
         return self.module(call, leaf, (x,), {})
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+    def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         """The op as a leaf module."""
         with _disabled():
             if self.op.decision.precision == "float":
@@ -127,7 +124,7 @@ class Plan:
             bound = bind_leaf(leaf, args, kwargs)
             return self._finish(call, bound[0], self.run(call, bound), self.op.inplace)
 
-    def function(self, call: RunCall, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+    def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
         if self.op.decision.precision == "float" or kwargs.get("out") is not None:
             self._note_origins(call, spelling.bind(args, kwargs))
@@ -136,13 +133,13 @@ class Plan:
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(call, bound[0], self.run(call, bound), inplace)
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         """The op on arguments in the row's order; int8 or float, never in place."""
         raise AssertionError("subclasses say how")
 
     # Reading and writing values
 
-    def read_int8(self, call: RunCall, x: Tensor, number: int) -> Quantized | None:
+    def read_int8(self, call: Run, x: Tensor, number: int) -> Quantized | None:
         """``x`` as integers; None if it is a float value of another origin than any that was recorded, with which the
         op runs in float. What is made of such a value has a range that nobody knows, here and further on: that is
         quantized by its own range.
@@ -197,7 +194,7 @@ class Plan:
     def unrecorded(self, tag: Tag, number: int | None = None) -> None:
         """The op reads a value that it was not recorded with: raise in strict models, else warn once."""
         token = self.state.token
-        made = token.maker  # type: ignore[attr-defined]
+        made = token.maker
         recorded = [t for t, expected in self._makers.items() if expected]
         if number is not None:
             recorded = [t for t, _ in self.reads[number].edges]
@@ -216,13 +213,13 @@ class Plan:
             f"dbrq: {self.op.path} runs in float: it reads {got} and was recorded with {expected}",
         )
 
-    def write(self, call: RunCall, value: Tensor) -> Tensor:
+    def write(self, call: Run, value: Tensor) -> Tensor:
         """A float result as the record wants it: quantized, or tagged."""
         if self.out is None or call.unsure:
             return self.float_result(call, value)
         return Int8Tensor(value.shape, quantize(value, self.out), self.out, self.tag)
 
-    def float_result(self, call: RunCall, output: Any) -> Any:
+    def float_result(self, call: Run, output: Any) -> Any:
         """A result that stays float, tagged."""
         if not call.unsure:
             return self._tagged(output)
@@ -248,7 +245,7 @@ class Plan:
                     set_tag(leaf, info.tag)
         return output
 
-    def _finish(self, call: RunCall, target: Any, output: Any, inplace: bool) -> Any:
+    def _finish(self, call: Run, target: Any, output: Any, inplace: bool) -> Any:
         if not inplace or not isinstance(target, Tensor):
             return output
         if isinstance(target, Int8Tensor):

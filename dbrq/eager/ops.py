@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..auto_trace import InterceptedForward, RunCall
 from ..errors import QuantizationError
 from ..kernels import PackedLinear, dequantize, ints
 from ..kernels.ranges import seven_bits
@@ -21,11 +20,9 @@ from ..tensors import Int8Tensor, plain
 from .conv_linear import ComputePlan, DynamicLinearPlan, FusedPlan
 from .executor import Plan
 from .float_reference import run_float
+from .interfaces import Leaf, Run, State
 from .recurrent import recurrent_weights, run_recurrent
 from .weights import Watched, is_weight
-
-if TYPE_CHECKING:
-    from ..quantization_state import AutoQuantizationState
 
 _disabled = torch._C.DisableTorchFunction
 
@@ -33,7 +30,7 @@ _disabled = torch._C.DisableTorchFunction
 class ElementwisePlan(Plan):
     """add, sub, mul, div: dequantize, compute, quantize. There is no stock int8 kernel for them that is right."""
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         same = len(self.reads) == 2 and bound[0] is bound[1]
         for number, read in enumerate(self.reads):
             if not isinstance(bound[read.slot], Tensor):  # a number, on this path
@@ -51,7 +48,7 @@ class ElementwisePlan(Plan):
 class PoolPlan(Plan):
     """Average pools: on exact integers held in float, then quantized with qparams of their own."""
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         found = self.read_int8(call, bound[0], 0)
         if found is None:
             return self.write(call, self.run_plain(bound))
@@ -66,7 +63,7 @@ class PoolPlan(Plan):
 class SharePlan(Plan):
     """cat, stack, max pools and nearest interpolation: on the integers, which all have the same qparams."""
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         assert self.out is not None
         last = len(self.reads) - 1  # more may come than ever before
         found = [self.read_int8(call, x, min(i, last)) for i, x in enumerate(self._inputs(bound))]
@@ -110,7 +107,7 @@ class InterpolatePlan(SharePlan):
 class MatmulPlan(Plan):
     """matmul and bmm of two activations."""
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         left, right = (self.read_int8(call, bound[i], i) for i in (0, 1))
         if left is None or right is None or not (bound[0].numel() and bound[1].numel()):
             return self.write(call, self.run_plain(bound))
@@ -120,12 +117,12 @@ class MatmulPlan(Plan):
 class EmbeddingPlan(Plan):
     """embedding and embedding_bag: rows are looked up as int8, then scaled."""
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         assert op.weight is not None
-        self.modules = state.token.modules  # type: ignore[attr-defined]
+        self.modules = state.token.modules
         self.owner, self.name = self.modules[op.weight.path], op.weight.name
-        self.axis = state.token.weight_axes[op.weight.key]  # type: ignore[attr-defined]
+        self.axis = state.token.weight_axes[op.weight.key]
 
     def fits(self, bound: Sequence[Any]) -> bool:
         return is_weight(bound[1], self.op.weight, self.modules)  # type: ignore[arg-type]
@@ -143,7 +140,7 @@ class EmbeddingPlan(Plan):
             rows.sub_(zero_point if self.axis is None else zero_point[index].unsqueeze(-1))
         return rows.mul_(scale if self.axis is None else scale[index].unsqueeze(-1))  # type: ignore[index]
 
-    def run(self, call: RunCall, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: list[Any]) -> Any:
         index = bound[0]
         if self.row.name == "embedding":
             return self.write(call, self._rows(index))
@@ -164,12 +161,12 @@ class EmbeddingPlan(Plan):
 class RecurrentPlan(Plan):
     """LSTM, GRU, RNN and their cells with dynamic int8 activations."""
 
-    def __init__(self, state: AutoQuantizationState, op: SeenOp) -> None:
+    def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         self._packed: tuple[Watched, dict[str, PackedLinear]] | None = None
         self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
 
-    def module(self, call: RunCall, leaf: InterceptedForward, args: tuple, kwargs: dict) -> Any:
+    def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad(), _disabled():
             args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)
@@ -206,7 +203,7 @@ _BY_NAME: dict[str, type[Plan]] = {
 }
 
 
-def plan(state: AutoQuantizationState, op: SeenOp) -> Plan:
+def plan(state: State, op: SeenOp) -> Plan:
     """The plan of one recorded op."""
     decision = op.decision
     if decision.precision == "float":

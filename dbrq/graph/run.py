@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
 from ..eager import views
+from ..eager.arguments import bind_leaf
 from ..eager.conv_linear import ComputePlan, asymmetric_padding
 from ..eager.decompositions import decomposed
 from ..eager.float_reference import run_float
@@ -31,7 +32,6 @@ from ..kernels.script_recurrent import recurrent
 from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
 from ..op_facts import writes
 from ..pytree import tree_leaves, tree_map
-from ..record.arguments import bind_leaf
 from ..record.callsite import border, user_line
 from ..record.parameters import tensor_of
 from ..record.record import Tag

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..auto_trace import InterceptedForward
 from ..mappings import OpRow, Role
 from ..pytree import tree_map
-from .record import TensorSpec
+from ..record.record import TensorSpec
+from .interfaces import Leaf
 
 
-def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
+def bind_leaf(leaf: Leaf, args: tuple, kwargs: dict) -> list[Any]:
     """A leaf module's call as a list in its row's order."""
-    module = intercepted.module
+    module = leaf.module
     first = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
     if isinstance(module, nn.EmbeddingBag):
         given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
@@ -34,7 +34,7 @@ def bind_leaf(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> lis
             module.include_last_offset,
             module.padding_idx,
         ]
-    return [first, *(getattr(module, name) for name in intercepted.attributes)]
+    return [first, *(getattr(module, name) for name in leaf.attributes)]
 
 
 def activations(row: OpRow, bound: Sequence[Any]) -> list[tuple[int, Tensor]]:
