@@ -8,7 +8,7 @@ import torch
 #: perturbed inputs, graphs that a compiler does not take. All of ``dbrq``'s own errors are among them.
 ERRORS_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
                   torch.jit.Error)  # fmt: skip
-_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def is_bug(error: BaseException) -> bool:
@@ -20,7 +20,7 @@ def is_bug(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace.tb_next is not None:
         trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER)
+    return trace.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)
 
 
 class QuantizationError(RuntimeError):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dbrq.record.eager.arguments import activations
-from dbrq.record.record.record import SeenOp
+from dbrq.eager.arguments import activations
+from dbrq.record.record import SeenOp
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, quantize_fx
 from torch.ao.quantization.backend_config import get_onednn_backend_config

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from dbrq.graph.recorder.agreement import Reference, Trial, difference, perturbed
-from dbrq.graph.recorder.recorder import QUANTIZE
+from dbrq.graph.agreement import Reference, Trial, difference, perturbed
+from dbrq.graph.recorder import QUANTIZE
 from helpers import has_compiler, run
 from torch import Tensor, nn
 

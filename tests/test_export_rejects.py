@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from dbrq.graph.recorder.recorder import ONE_PATH
+from dbrq.graph.recorder import ONE_PATH
 from export_rejects import CASES
 from helpers import assert_same_containers, floats, has_compiler, run, sqnr
 

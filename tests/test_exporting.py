@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from dbrq.graph.recorder.recorder import ONE_PATH
+from dbrq.graph.recorder import ONE_PATH
 from helpers import agreement, has_compiler, run, step_of
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig

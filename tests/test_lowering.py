@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dbrq.graph.recorder.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from dbrq.graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from helpers import Call, convert, fake_quantized, floats, graph_of, run, step_of
 from torch import Tensor, fx, nn
 from torch.ao.quantization import (

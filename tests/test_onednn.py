@@ -19,7 +19,7 @@ import test_lowering as stock
 import torch
 import torch.nn.functional as F
 import torchvision
-from dbrq.graph.recorder.recorder import QUANTIZE
+from dbrq.graph.recorder import QUANTIZE
 from helpers import Call, convert, fake_quantized, floats, graph_of, run, sqnr, step_of
 from test_lowering import Case, conv, counted, let, made, same
 from torch import Tensor, fx, nn

@@ -691,10 +691,15 @@ def _tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if "dtype" in n.meta and n not in found]
+        new = [n for n in waiting.pop().all_input_nodes if n not in found and ("dtype" in n.meta or _holds_tensors(n))]
         found.update(dict.fromkeys(new))
         waiting += new
     return found
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    """Whether a node's value is several tensors, as that of ``split``."""
+    return any(called(user) == "getitem" and "dtype" in user.meta for user in node.users)
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:

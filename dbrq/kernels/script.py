@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .known_faults import is_one_column, is_one_frame, is_one_step, lies_in_padding, plain_dilation
 from .qparams import NO_POST_OP, ROUND, PostOp, QParams
-from .stock import PAD_BY_HAND_BELOW
+from .stock import PAD_BY_HAND_BELOW, zero_point_in_bias
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -200,8 +200,7 @@ class _Kernel(nn.Module):
 
     def _bias_with_zero_point(self) -> None:
         """Without padding the input's zero point adds a constant per output channel."""
-        sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
-        self.bias.add_((sums * (-self.input_scale * self.input_zero_point)).to(torch.float32))
+        self.bias.add_(zero_point_in_bias(self.weight, self.scale, self.input_scale, self.input_zero_point))
         self.input_zero_point = 0
 
 

@@ -37,6 +37,15 @@ def _pad_zero_point(q: Tensor, pads: Sequence[int], zero_point: int) -> Tensor:
     return out
 
 
+def zero_point_in_bias(weight: Tensor, scale: Tensor, input_scale: float, zero_point: int) -> Tensor:
+    """What a zero point of the input that the kernel is not given adds to each output channel, float32 ``[out]``.
+
+    Rounded as kernels with VNNI round: over nothing but padding the sum is exactly 0.
+    """
+    sums = weight.flatten(1).sum(1, dtype=torch.int32) * -zero_point
+    return sums.to(torch.float32) * input_scale * scale
+
+
 class StockConv:
     """An int8 convolution by torch's kernel: conv1d, conv2d or conv3d by the rank of ``weight``.
 
@@ -179,9 +188,8 @@ class StockConv:
         key = (qparams.scale, qparams.zero_point)
         bias = self._shifted_bias.get(key)
         if bias is None:
-            sums = self.weight.to(torch.float64).flatten(1).sum(1) * self.scale.to(torch.float64)
-            shift = sums * (-qparams.scale * qparams.zero_point)
-            bias = (shift if self.bias is None else shift + self.bias).to(torch.float32)
+            shift = zero_point_in_bias(self.weight, self.scale, qparams.scale, qparams.zero_point)
+            bias = shift if self.bias is None else shift + self.bias
             if len(self._shifted_bias) > 64:
                 self._shifted_bias.clear()
             self._shifted_bias[key] = bias

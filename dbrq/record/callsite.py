@@ -14,8 +14,10 @@ from types import CodeType, FrameType
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_DECOMPOSITIONS = _PACKAGE + "decompositions.py"  # stands in for torch's own Python, which the user calls
+from ..errors import OWN_FOLDER
+
+# Stands in for torch's own Python, which the user calls.
+_DECOMPOSITIONS = os.path.join(OWN_FOLDER, "eager", "decompositions.py")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED, _USER, _BORDER = range(3)
 #: id of a code object -> that and its kind. (The hash of a code object is slow, and some of TorchDynamo's have none.)
@@ -35,7 +37,7 @@ def _kind(code: CodeType) -> int:
     known = _kinds.get(id(code))
     if known is None:
         file = code.co_filename
-        ours = file.startswith((_PACKAGE, _TORCH)) and file != _DECOMPOSITIONS
+        ours = file.startswith((OWN_FOLDER, _TORCH)) and file != _DECOMPOSITIONS
         known = _kinds[id(code)] = code, _SKIPPED if ours else _USER
     return known[1]
 
@@ -89,7 +91,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE, _TORCH)):
+        if not file.startswith((OWN_FOLDER, _TORCH)):
             return f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
