@@ -125,6 +125,19 @@ def set_tag(tensor: Tensor, tag: Tag) -> None:
         provenance.set_tag(tensor, tag)
 
 
+def row_major(tensor: Tensor) -> Tensor:
+    """A tensor as ``contiguous`` gives it, in the strides of axes of size 1 too: by these, torch tells images that are
+    channels_last from others, and makes its results as it takes its inputs to be.
+    """
+    tensor = tensor.contiguous()
+    if 1 not in tensor.shape:
+        return tensor
+    strides = [1] * tensor.dim()
+    for i in range(tensor.dim() - 1, 0, -1):
+        strides[i - 1] = strides[i] * max(tensor.shape[i], 1)
+    return tensor if tensor.stride() == tuple(strides) else tensor.as_strided(tensor.shape, strides)
+
+
 class Lazy(torch.Tensor):
     """A tensor whose float elements are computed when an op wants them."""
 
@@ -220,7 +233,7 @@ class Int8Tensor(Lazy):
         if self._float is None:
             with _disabled():
                 if self.data_u8 is not None:
-                    self._float = dequantize(self.data_u8, self.qparams).contiguous()
+                    self._float = row_major(dequantize(self.data_u8, self.qparams))
                 else:
                     assert self.deferred is not None
                     self._float = self.deferred.value(self.stage)

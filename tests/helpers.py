@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dbrq.eager.arguments import activations
-from dbrq.record.record import SeenOp
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, quantize_fx
 from torch.ao.quantization.backend_config import get_onednn_backend_config
@@ -22,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import dbrq
 from dbrq import kernels, selfcheck
+from dbrq.eager.arguments import activations
 from dbrq.eager.decompositions import multi_head_attention_forward
 from dbrq.hidden_state import state_of
 from dbrq.inspection.report import ReportRow
@@ -29,6 +28,7 @@ from dbrq.kernels import QParams
 from dbrq.lowering.inductor import check_compiler
 from dbrq.mappings import FUNCTIONS, Role
 from dbrq.pytree import call_arguments, tree_leaves, tree_map
+from dbrq.record.record import SeenOp
 
 #: CONFORMANCE.md: within one step for this share of the elements.
 AGREEING = 0.999

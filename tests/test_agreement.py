@@ -7,8 +7,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from dbrq.graph.agreement import Reference, Trial, difference, perturbed
-from dbrq.graph.recorder import QUANTIZE
 from helpers import has_compiler, run
 from torch import Tensor, nn
 
@@ -17,6 +15,8 @@ import dbrq.kernels
 import dbrq.lowering.onednn.model
 from dbrq import selfcheck
 from dbrq.graph import agreement
+from dbrq.graph.agreement import Reference, Trial, difference, perturbed
+from dbrq.graph.recorder import QUANTIZE
 from dbrq.inspection.report import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel

@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dbrq.graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from helpers import Call, convert, fake_quantized, floats, graph_of, run, step_of
 from torch import Tensor, fx, nn
 from torch.ao.quantization import (
@@ -41,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbrq
 from dbrq.errors import RewriteError
+from dbrq.graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from dbrq.kernels import script
 from dbrq.lowering import lower_graph, torchscript
 from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify

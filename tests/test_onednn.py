@@ -19,13 +19,13 @@ import test_lowering as stock
 import torch
 import torch.nn.functional as F
 import torchvision
-from dbrq.graph.recorder import QUANTIZE
 from helpers import Call, convert, fake_quantized, floats, graph_of, run, sqnr, step_of
 from test_lowering import Case, conv, counted, let, made, same
 from torch import Tensor, fx, nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
+from dbrq.graph.recorder import QUANTIZE
 from dbrq.lowering.engine import is_call
 from dbrq.lowering.onednn.values import PrimitiveStep
 

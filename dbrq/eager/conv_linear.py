@@ -16,7 +16,7 @@ from ..kernels.ranges import seven_bits
 from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
-from ..tensors import UNSURE, Int8Tensor, plain, set_tag
+from ..tensors import UNSURE, Int8Tensor, plain, row_major, set_tag
 from .arguments import activations, constant
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
@@ -205,7 +205,7 @@ class ComputePlan(Plan):
             ready = packed.bind(q.shape, qparams, post_op, out)
             self._keep_bound((q.shape, stage), (packed, qparams, None, out, ready))
         result = packed(q, qparams, post_op, out)
-        return result if out is not None or not self.contiguous else result.contiguous()
+        return result if out is not None or not self.contiguous else row_major(result)
 
     def prove(self) -> None:
         token = self.state.token
@@ -292,7 +292,7 @@ class ComputePlan(Plan):
             result = packed.add_(q, qparams, accumulator.contiguous(), relu)
         if out is not None:
             return quantize(result, out)
-        return result.contiguous() if self.contiguous else result
+        return row_major(result) if self.contiguous else result
 
 
 def asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:

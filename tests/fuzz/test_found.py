@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
+from dbrq.kernels import has_exact_int8_dot
 
 BACKENDS = ("rewrite", "torchscript", "onednn")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
@@ -483,3 +484,55 @@ def test_a_view_that_the_graphs_layout_does_not_allow(backend: str) -> None:
     except dbrq.RewriteError:
         return
     assert sqnr(*runs(model, [x]), *runs(graph, [x])) > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["split", "max_pool2d"])
+def test_a_write_by_layout_behind_an_op_that_returns_several_tensors(backend: str, how: str) -> None:
+    """The layout of inputs was not asserted where ``split`` or a pool with indices came between."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if how == "split":
+            one, other = x.split(4, 1)
+            y = F.relu(one + other)
+        else:
+            y = F.max_pool2d(m.layer(x), 2, return_indices=True)[0]
+        y.flatten(1).mul_(0.5)
+        return y * 1.5
+
+    model, example = Call(forward, layer=nn.Conv2d(8, 3, 1)).eval(), torch.randn(5, 8, 4, 6)
+    graph = lowered(quantized(model, example), example, backend)
+    inputs = [example, torch.randn(6, 4, 8, 5).permute(3, 2, 1, 0), example.to(memory_format=torch.channels_last)]
+    for expected, x in zip(runs(model, inputs), inputs, strict=True):
+        try:
+            (result,) = runs(graph, [x])
+        except (AssertionError, RuntimeError, torch.jit.Error) as error:
+            assert x is not example and "dbrq: " in str(error)
+            continue
+        assert sqnr(expected, result) > 25
+
+
+@pytest.mark.skipif(not has_exact_int8_dot(), reason="kernels of other CPUs round otherwise")
+@pytest.mark.parametrize("backend", ["converted", *BACKENDS])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_over_padding_alone_a_convolution_gives_zero(backend: str, dims: int) -> None:
+    """It gave 1e-8, of which ``atan2(y, y)`` made -2.4."""
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](8, 16, 3, padding=4, bias=False)
+    model, x = nn.Sequential(layer).eval(), torch.randn(2, 8, *(5,) * dims)
+    converted = quantized(model, x)
+    run = converted if backend == "converted" else lowered(converted, x, backend)
+    (expected,), (result,) = runs(model, [x]), runs(run, [x])
+    assert (expected == 0).any() and not result[expected == 0].any()
+
+
+def test_an_int8_image_of_one_channel_has_the_strides_of_its_own_model() -> None:
+    """Its strides said channels_last, so the float op behind it made its result so, and ``view`` failed."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.up(m.layer(x))
+        return y.view(y.shape[0], 2, -1)
+
+    model = Call(forward, layer=nn.Conv2d(12, 1, 1), up=nn.ConvTranspose2d(1, 16, 3)).eval()
+    x = torch.randn(2, 12, 8, 5)
+    (expected,), (result,) = runs(model, [x]), runs(quantized(model, x), [x])
+    assert sqnr(expected, result) > 25
