@@ -95,7 +95,7 @@ def test_kernels_that_failed_their_check(monkeypatch):
 
 @pytest.mark.skipif(not has_exact_int8_dot(), reason="no model gets 8 bits here")
 def test_eight_bits_where_products_saturate(quantized, monkeypatch):
-    monkeypatch.setattr(sys.modules["dbrq.doctor"], "has_exact_int8_dot", lambda: False)
+    monkeypatch.setattr(sys.modules["dbrq.inspection.doctor"], "has_exact_int8_dot", lambda: False)
     assert any("made with 8 bits" in to for to in advised(dbrq.doctor(quantized, example()), "bits"))
 
 
