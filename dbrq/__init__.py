@@ -29,7 +29,6 @@ from .errors import (
 )
 from .exporting.onnx import export_onnx
 from .exporting.program import export
-from .fusion import find_fusions
 from .inspection.doctor import doctor
 from .inspection.profiling import profile
 from .inspection.report import compare, log_values, report
@@ -38,9 +37,8 @@ from .rewriter import rewrite
 from .selfcheck import set_self_check
 from .serialization.models import load, save
 from .serialization.recipes import load_recipe, save_recipe
-from .workflow import calibrate, convert, prepare, quantize
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
+from .workflow import calibrate, convert, find_fusions, prepare, quantize
 
 __all__ = [
     "CalibrationError",

@@ -6,16 +6,10 @@ only if nothing else, quantizeable or not, reads what lies between them.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import torch
-from torch import nn
 
-from .calibration.recorder import watch
 from .kernels import SUPPORTED_POST_OPS
 from .mappings import Role
-from .pytree import call_arguments
 from .record.record import Record, SeenOp, Step
 
 
@@ -107,34 +101,3 @@ def step_of(op: SeenOp, before: SeenOp) -> Step:
         other_slot = next(slot for slot, vid in op.activations if vid != before.result.id)
     eps = op.constants[7] if op.row.role is Role.NORM else 0.0
     return Step(op.row, op.constants, op.result.id, op.norm, eps, None, other_slot)
-
-
-def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: Any = None) -> list[list[str]]:
-    """Paths of the modules that fuse, in the form that ``torch.ao.quantization.fuse_modules`` takes.
-
-    Args:
-        model: a float model; it is neither run nor changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
-
-    >>> find_fusions(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU()), torch.zeros(1, 1, 4, 4))
-    [['0', '1', '2']]
-    """
-    args, kwargs = call_arguments(example_inputs, example_kwargs)
-    record = watch(model, args, kwargs)
-    heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]
-    for op in record.hooked():
-        op.qconfig = op.qconfig or _ANY
-    calls = Counter(op.module for op in record.ops)
-    found = []
-    for number, chain in sorted(find_chains(record, heads).items()):
-        group = [heads[number]]
-        for op in chain:
-            if op.module is None or op.row.name not in ("batch_norm", "relu"):
-                break
-            group.append(op)
-        if len(group) > 1 and heads[number].module is not None and all(calls[op.module] == 1 for op in group):
-            found.append([op.module for op in group if op.module is not None])
-    return found
-
-
-_ANY: Any = object()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
-from .auto_trace import InterceptedForward, ModelToken, active
+from .auto_trace import InterceptedForward, active
 from .calibration.observers import observed
-from .calibration.observing import Observing
-from .calibration.placement import Observation, Placement
-from .calibration.qconfigs import QConfigResolver, as_mapping, kind
-from .calibration.recorder import Watch, intercept, watch
+from .calibration.qconfigs import QConfigResolver, as_mapping
+from .calibration.recorder import intercept, watch
+from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place
 from .calibration.surgery import (
     bake,
     copied,
@@ -30,170 +27,15 @@ from .calibration.surgery import (
     uncompiled,
 )
 from .eager.recurrent import recurrent_weights
-from .eager.weights import convert_recurrent, convert_weights, trained_qparams
-from .errors import ConfigurationError, NotCalibratedError, QuantizationError
+from .eager.weights import convert_recurrent, convert_weights
+from .errors import ConfigurationError, NotCalibratedError
+from .fusion import find_chains
 from .guards import check_ready, freeze, without_autocast
 from .hidden_state import attach, state_of
-from .kernels import QParams
-from .kernels.ranges import WANTED, is_narrow, makes_sense, saturates
 from .mappings import Role
 from .pytree import call_arguments
-from .quantization_state import AutoQuantizationState, Hook
-from .record.merge import Joined, Union
-from .record.record import Key, Record, SeenOp, Tag
-
-
-class QuantizedModelToken(ModelToken):
-    """What the intercepted modules of one prepared or converted model share.
-
-    Attributes:
-        record: what all runs showed.
-        modules: path -> module, for every name that a module has.
-        resolver: the user's choice of qconfigs.
-        keys: value id -> the key of its qparams, as placed last.
-        observers: value key -> observer; each is registered in the state that reads the value first.
-        ranges: value id -> minimum and maximum, for values that are not observed but might be.
-        observing: (op, value id) -> how the op observes the value.
-        weight_axes: canonical place of each int8 weight -> axis of its scales.
-        kept_weights: those of them that stay as float parameters too, for ops in float.
-        states: module path -> state.
-        lock: held by a run that observes or joins, since several threads may calibrate one model.
-    """
-
-    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver) -> None:
-        super().__init__("observe")
-        self.record, self.modules, self.resolver = record, modules, resolver
-        self.union = Union(record)
-        self.fuse = True
-        self.keys: dict[int, int] = {}
-        self.observers: dict[int, nn.Module] = {}
-        self.ranges: dict[int, tuple[float, float]] = {}
-        self.observing: dict[tuple[SeenOp, int], Observation] = {}
-        self.fixed_qparams: dict[int, QParams] = {}
-        self.weight_axes: dict[tuple[str, str], int | None] = {}
-        self.kept_weights: set[tuple[str, str]] = set()
-        self.states: dict[str, AutoQuantizationState] = {}
-        self.runs = 0
-        self.lock = threading.RLock()
-        self._packed: dict[tuple, dict] = {}
-        self._kept: dict[Tag, tuple[str, Key]] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": {}, "_kept": None, "lock": None, "warned": set()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, lock=threading.RLock())
-
-    # Runs
-
-    def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        if self.phase == "int8":
-            return super().run(intercepted, args, kwargs)
-        if intercepted.state is None:  # a leaf alone is no run
-            return intercepted.original(*args, **kwargs)
-        observing = Observing(self)
-        watch = Watch(self.modules, self, observing, active.log)
-        output = watch.run(intercepted, args, kwargs)
-        with self.lock, torch.inference_mode(False):
-            if not self._was_cast():  # else nothing can be learnt of it
-                self._join(watch, observing, comparable=not intercepted.module.training)
-        self.runs += 1
-        return output
-
-    def _join(self, watch: Watch, observing: Observing, comparable: bool) -> None:
-        joined = Joined(self.union, watch.record, watch.joined, comparable)
-        if joined.changed:
-            for op in joined.new:
-                if op.hooked:
-                    op.qconfig = self.resolver.resolve(op)
-            place(self, {})
-        observing.settle(joined.ops, joined.values)
-
-    def _was_cast(self) -> bool:
-        try:
-            check_ready(self.record.hooked(), self.modules)
-        except ConfigurationError:
-            return True
-        return False
-
-    def forget_calibration(self) -> None:
-        """Drop what only further runs of the prepared model would need."""
-        self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
-        self.record.computed = {}
-        del self.union, self.resolver
-
-    def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
-        """The hook of the first op recorded for a leaf module."""
-        for op in self.record.hooked():
-            if op.leaf == intercepted.path:
-                state = self.states[op.owner]
-                return None if state.opaque else state.plan(op)
-        return None
-
-    def warn_of_saturation(self) -> None:
-        """Say so where this CPU computes with fewer bits than the model was made with."""
-        if self.phase != "int8" or not saturates():
-            return
-        dynamic = (op.qconfig for op in self.record.hooked() if op.decision.mode == "dynamic" and op.qconfig)
-        if any(s.is_wide for s in self.states.values()) or not all(is_narrow(q.activation()) for q in dynamic):
-            self.warn_once(
-                "7 bits",
-                "dbrq: the model was made with 8-bit activations, and int8 products of this CPU saturate unless they "
-                "have 7: here it is computed with 7. For more precision where it runs on such CPUs only, calibrate "
-                "again with default_qconfig_mapping(reduce_range=True)",
-            )
-
-    # What hooks need to know
-
-    def weight_fake_quant(self, op: SeenOp) -> nn.Module | None:
-        """The fake quantize of an op's weight, in quantization aware training."""
-        held = self.states[op.owner].weight_fake_quants
-        return held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
-
-    def place_of(self, tag: Tag) -> tuple | None:
-        """Where in the code the op is that made a value, whichever time it was."""
-        value = self.record.values.get(tag) if isinstance(tag, int) else None
-        return None if value is None or value.producer is None else (value.producer.owner, value.producer.place)
-
-    def maker(self, tag: Tag) -> str:
-        """Who made a value, for messages."""
-        value = self.record.values.get(tag) if isinstance(tag, int) else None
-        if value is not None and value.is_input:
-            return "an input of the model"
-        if value is None or value.producer is None:
-            return "a value that no op made" if tag is None else f"a value made by {tag!r}"
-        return f"the value that {value.producer.path} made"
-
-    def qparams_of(self, tag: Tag) -> QParams | None:
-        """qparams of the value that ``tag`` made, if anything reads or writes it as int8."""
-        if self._kept is None:
-            kept: dict[Tag, tuple[str, Key]] = {}
-            for op in self.record.hooked():
-                edges = [edge for read in op.decision.reads for edge in read.edges]
-                if op.decision.writes is not None and not op.decision.chain:  # else its last op writes
-                    edges.append((op.result.tag, op.decision.writes))
-                for known, key in edges:
-                    kept.setdefault(known, (op.owner, key))
-            self._kept = kept
-        found = self._kept.get(tag)
-        return None if found is None else self.states[found[0]].qparams(found[1])
-
-    def packed_for(self, op: SeenOp) -> dict:
-        """Where the packed weight of an op is kept, for all ops that pack it in the same way."""
-        norm = op.decision.chain[0] if op.decision.chain else None
-        key = (op.row, op.weight, op.bias, norm and (norm.norm, norm.eps), op.pad, op.constants[3:7])
-        return self._packed.setdefault(key, {})
-
-    def take_packed(self, other: QuantizedModelToken) -> None:
-        """Use the packed weights of the model that this one's is a copy of, where both hold the same tensors."""
-        places: dict[int, dict] = {}
-        for path, module in other.modules.items():
-            mine = self.modules[path]
-            places[id(module._parameters)], places[id(module._buffers)] = mine._parameters, mine._buffers
-        for key, entries in other._packed.items():
-            for folded, (watched, packed) in entries.items():
-                if (moved := watched.moved(places)) is not None:
-                    self._packed.setdefault(key, {})[folded] = moved, packed
+from .quantization_state import AutoQuantizationState
+from .record.record import SeenOp
 
 
 def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
@@ -315,63 +157,6 @@ def _add_state(token: QuantizedModelToken, intercepted: InterceptedForward) -> N
     attach(intercepted.module, state)
 
 
-def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
-    """Decide where values are quantized, and have an observer for each that is.
-
-    Observers of values that were quantized before stay what they are.
-    """
-    before, held = token.keys, token.observers
-    placement = Placement(token.record, token.fuse, forced)
-    token.keys, token.observers, token.observing = placement.keys, {}, placement.observed
-    trained = {path: state.weight_fake_quants for path, state in token.states.items()}
-    for state in token.states.values():
-        state.observers = nn.ModuleDict()
-        state.weight_fake_quants = nn.ModuleDict()
-        state.refresh()
-    kept: set[int] = set()
-    for (op, vid), observation in placement.observed.items():
-        if observation.key in token.observers:
-            continue
-        observer = held.get(before.get(vid, -1))
-        if observer is None:
-            observer = placement.observer_qconfig(vid, op).activation()
-            if vid in token.ranges:
-                observer(torch.tensor(token.ranges[vid]))
-        elif id(observer) in kept:  # values that shared one do so no more
-            observer = copy.deepcopy(observer)
-        kept.add(id(observer))
-        token.observers[observation.key] = observer
-        token.states[op.owner].observers[str(observation.key)] = observer
-    for op in token.record.hooked():
-        if op.decision.precision != "int8" or op.weight is None or op.qconfig is None:
-            continue
-        if op.decision.mode == "static" or kind(op.qconfig)[0] == "static":
-            known = trained[op.owner]
-            weight = known[op.module_key] if op.module_key in known else op.qconfig.weight()
-            if hasattr(weight, "fake_quant_enabled"):
-                token.states[op.owner].weight_fake_quants[op.module_key] = weight
-    return placement
-
-
-@contextlib.contextmanager
-def undone_on_failure(token: QuantizedModelToken) -> Iterator[None]:
-    """Put the decisions, observers and fixed qparams of a prepared model back if the block fails."""
-    names = ("keys", "observers", "observing", "fixed_qparams")
-    held = {name: getattr(token, name) for name in names}
-    decisions = [(op, op.decision) for op in token.record.ops]
-    states = [(state, state.observers, state.weight_fake_quants) for state in token.states.values()]
-    try:
-        yield
-    except BaseException:
-        token.__dict__.update(held)
-        for op, decision in decisions:
-            op.decision = decision
-        for state, observers, weight_fake_quants in states:
-            state.observers, state.weight_fake_quants = observers, weight_fake_quants
-            state.refresh()
-        raise
-
-
 def calibrate(
     prepared: nn.Module,
     data: Iterable[Any],
@@ -452,8 +237,8 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     )
     target = prepared if inplace else copied(prepared)
     token = token_of(target, "observe", "convert")
-    _leave_unseen(token)
-    qparams = _all_qparams(token)
+    leave_unseen(token)
+    qparams = all_qparams(token)
     bake(target.eval())
     modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
@@ -512,73 +297,6 @@ def _keys(op: SeenOp) -> list[int]:
     return keys if decision.writes is None else [*keys, decision.writes]  # type: ignore[list-item, return-value]
 
 
-def _leave_unseen(token: QuantizedModelToken) -> None:
-    """Paths that calibration never took, though the watching run did, stay float."""
-    forced: dict[int, str] = {}
-    while token.runs:
-        unseen = {
-            key for key, o in token.observers.items() if key not in token.fixed_qparams and not observed(o)
-        }  # fmt: skip
-        edges = [edge for edge, o in token.observing.items() if o.key in unseen and id(edge[0]) not in forced]
-        if not edges or len(unseen) == len(token.observers):
-            return
-        for op, vid in edges:
-            others = {slot: [v for v in vids if v != vid] for slot, vids in op.slots().items()}
-            if all(others.values()):  # what other paths bring is known
-                op.activations = tuple(edge for edge in op.activations if edge[1] != vid)
-            else:
-                forced[id(op)] = "calibration never came here"
-        place(token, forced)
-
-
-def _all_qparams(token: QuantizedModelToken) -> dict[int, QParams]:
-    """key -> qparams of every quantized value."""
-    found = dict(token.fixed_qparams)
-    readers = {key: op for op in reversed(token.record.hooked()) for read in op.decision.reads for _, key in read.edges}
-    for key, observer in token.observers.items():
-        if key in found:
-            continue
-        if not observed(observer):
-            op = readers[key]
-            raise NotCalibratedError(
-                "the model was converted before it saw any data" if not token.runs else "a value was never observed",
-                path=op.owner,
-                op=op.path,
-                expected="at least one run of the prepared model",
-                got=f"{token.runs} run(s)",
-                hint="run data through the prepared model, or call dbrq.calibrate(prepared, data)",
-            )
-        found[key] = qparams_of(observer, readers[key])
-    return found
-
-
-def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
-    """An observer's result in uint8: signed ranges are shifted by 128, which changes no value."""
-    scale, zero_point = map(torch.as_tensor, trained_qparams(observer))
-    if scale.numel() != 1:
-        raise ConfigurationError(
-            "an activation observer must give one scale", path=op.owner, op=op.path, got=tuple(scale.shape)
-        )
-    inner = getattr(observer, "activation_post_process", observer)
-    low = getattr(inner, "quant_min", None)
-    high = getattr(inner, "quant_max", None)
-    signed = getattr(inner, "dtype", torch.quint8) in (torch.qint8, torch.int8)
-    low, high = (low, high) if low is not None and high is not None else ((-128, 127) if signed else (0, 255))
-    shift = 128 if signed else 0
-    value, zero = float(scale), int(zero_point)
-    if not 0 <= low + shift <= high + shift <= 255:
-        raise ConfigurationError(
-            "kernels take 8 bits", path=op.owner, op=op.path, expected="a range within 8 bits", got=(low, high)
-        )
-    q = QParams(value, zero + shift, low + shift, high + shift)
-    if not makes_sense(q):
-        raise QuantizationError(
-            "an observer gave qparams that cannot be used", path=op.owner, op=op.path, expected=WANTED, got=q,
-            hint="check its calibration, or set the op's qconfig to None",
-        )  # fmt: skip
-    return q
-
-
 def quantize(
     model: nn.Module,
     data: Iterable[Any],
@@ -610,3 +328,32 @@ def quantize(
 
 
 __all__ = ["active", "calibrate", "convert", "prepare", "quantize"]
+
+
+def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: Any = None) -> list[list[str]]:
+    """Paths of the modules that fuse, in the form that ``torch.ao.quantization.fuse_modules`` takes.
+
+    Args:
+        model: a float model; it is neither run nor changed.
+        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+
+    >>> find_fusions(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU()), torch.zeros(1, 1, 4, 4))
+    [['0', '1', '2']]
+    """
+    args, kwargs = call_arguments(example_inputs, example_kwargs)
+    record = watch(model, args, kwargs)
+    any_qconfig: Any = object()
+    heads = [op for op in record.hooked() if op.row.role is Role.COMPUTE and op.row.name != "matmul"]
+    for op in record.hooked():
+        op.qconfig = op.qconfig or any_qconfig
+    calls = Counter(op.module for op in record.ops)
+    found = []
+    for number, chain in sorted(find_chains(record, heads).items()):
+        group = [heads[number]]
+        for op in chain:
+            if op.module is None or op.row.name not in ("batch_norm", "relu"):
+                break
+            group.append(op)
+        if len(group) > 1 and heads[number].module is not None and all(calls[op.module] == 1 for op in group):
+            found.append([op.module for op in group if op.module is not None])
+    return found

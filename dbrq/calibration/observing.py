@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,32 @@ from ..eager.weights import norm_scale
 from ..errors import CalibrationError
 from ..guards import refuse_checkpoint
 from ..mappings import OpRow, Role
-from ..record.record import SeenOp
+from ..record.merge import Union
+from ..record.record import Record, SeenOp
 from .observers import HistogramObserver
+from .placement import Observation
 from .recorder import Watch
 
-if TYPE_CHECKING:
-    from ..workflow import QuantizedModelToken
+
+class Session(Protocol):
+    """The prepared model, as observing sees it.
+
+    Attributes:
+        observing: (op, value id) -> how the op observes the value.
+        observers: value key -> observer.
+        ranges: value id -> minimum and maximum, for values that are not observed but might be.
+        lock: held while observers see values.
+    """
+
+    record: Record
+    union: Union
+    modules: dict[str, nn.Module]
+    observing: dict[tuple[SeenOp, int], Observation]
+    observers: dict[int, nn.Module]
+    ranges: dict[int, tuple[float, float]]
+    lock: threading.RLock  # type: ignore[valid-type]
+
+    def weight_fake_quant(self, op: SeenOp) -> nn.Module | None: ...
 
 
 _MAY_READ_INT8 = (Role.COMPUTE, Role.ELEMENTWISE, Role.POOL, Role.SHARE)
@@ -33,7 +54,7 @@ class Observing:
     there before is put aside until the run is over and it is decided how it is to be read.
     """
 
-    def __init__(self, token: QuantizedModelToken) -> None:
+    def __init__(self, token: Session) -> None:
         self.token, self.record, self.union = token, token.record, token.union
         self.stashed: list[tuple[SeenOp, int, Tensor]] = []
         self.gradient = torch.is_grad_enabled()

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from ..mappings import (
 from ..op_facts import mutates
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
+from ..record.merge import Union
 from ..record.parameters import Computed, computed
 from ..record.record import (
     VARYING_NUMBERS,
@@ -58,11 +59,21 @@ from ..record.record import (
 from ..tensors import geometry_of, unmarked
 from .surgery import as_forward_sees, bake, copied, uncompile_children, uncompiled
 
-if TYPE_CHECKING:
-    from .observing import Observing
-
 _disabled = torch._C.DisableTorchFunction
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+class Observer(Protocol):
+    """What looks on while a prepared model runs; ``observing`` has it."""
+
+    record: Record
+    union: Union
+
+    def run(
+        self, op: SeenOp, edges: Sequence[tuple[int, int, Tensor]], bound: list[Any], original: Callable, inplace: bool
+    ) -> Any: ...
+
+    def stash(self, op: SeenOp, values: Sequence[tuple[int, Tensor]]) -> None: ...
 
 
 def watch(
@@ -158,7 +169,7 @@ class Watch(TorchFunctionMode):
         self,
         modules: dict[str, nn.Module],
         token: Any = None,
-        observing: Observing | None = None,
+        observing: Observer | None = None,
         on_op: Callable | None = None,
     ) -> None:
         self.on_op, self.observing = on_op, observing

@@ -27,6 +27,7 @@ from ..hidden_state import state_of
 from ..inspection.report import ReportRow, report, rows_as_json
 from ..quiet import quiet
 from ..rewriter import Recording, record, where_paths_part
+from ..version import __version__
 from ..workflow import convert, prepare, token_of
 from . import inductor, patterns, torchscript
 from .agreement import Replaced, agreeing, returned_of
@@ -291,8 +292,6 @@ def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
 
 
 def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:
-    from .. import __version__
-
     module = lowering.module
     module.dbrq_version = __version__  # type: ignore[assignment]
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]

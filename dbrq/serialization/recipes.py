@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from ..calibration.session import QuantizedModelToken, all_qparams, place, undone_on_failure
 from ..errors import ConfigurationError, RecipeError
 from ..hidden_state import state_of
 from ..kernels import QParams
 from ..kernels.ranges import WANTED, makes_sense
 from ..record.record import SeenOp
-from ..workflow import QuantizedModelToken, _all_qparams, place, undone_on_failure
 from .files import replacing
 
 _VERSION = 1
@@ -106,7 +106,7 @@ def _token(model: Any) -> QuantizedModelToken:
 
 def _qparams(token: QuantizedModelToken) -> dict[int, QParams]:
     if token.phase == "observe":
-        return _all_qparams(token)
+        return all_qparams(token)
     return {key: state.stored(key) for state in token.states.values() for key in state.slots}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,8 +13,14 @@ from torch import Tensor, fx, nn
 from ...errors import OneDNNError, RewriteError
 from ...pytree import tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    from .model import OneDNNModel
+
+class Runs(Protocol):
+    """A lowered model, as far as the op calls it."""
+
+    placeholders: list[fx.Node]
+
+    def plain(self, inputs: list[Any]) -> Any: ...
+
 
 _models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -36,7 +42,7 @@ def _run(number: int, inputs: list[Tensor]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(model.plain(inputs)) if isinstance(leaf, Tensor)]
 
 
-def scriptable(model: OneDNNModel, outputs: Any) -> fx.GraphModule:
+def scriptable(model: Runs, outputs: Any) -> fx.GraphModule:
     """A module that ``torch.jit.script`` takes and that calls ``model``, as long as somebody keeps that.
 
     Args:
