@@ -21,22 +21,12 @@ from . import selfcheck
 from .auto_trace import InterceptedForward, logging_values
 from .calibration.surgery import uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
-from .graph.agreement import (
-    INFORMATIVE,
-    STATE,
-    Outcome,
-    Reference,
-    Trial,
-    outcome,
-    owned,
-    perturbed,
-    random_state_kept_if_drawn,
-    seeded,
-)
+from .graph.agreement import INFORMATIVE, Reference
 from .graph.compile_flag import capturing
 from .graph.recorder import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
 from .graph.run import GraphRun
 from .graph.signature import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
+from .graph.trials import STATE, Outcome, Trial, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
 from .guards import without_autocast
 from .pytree import call_arguments, tree_leaves
 from .quantization_state import AutoQuantizationState

@@ -15,7 +15,9 @@ import dbrq.kernels
 import dbrq.lowering.onednn.model
 from dbrq import selfcheck
 from dbrq.graph import agreement
-from dbrq.graph.agreement import Reference, Trial, difference, perturbed
+from dbrq.graph.agreement import Reference
+from dbrq.graph.difference import difference
+from dbrq.graph.trials import Trial, perturbed
 from dbrq.graph.recorder import QUANTIZE
 from dbrq.inspection.report import sqnr
 from dbrq.kernels import script

@@ -38,10 +38,9 @@ from ..record.record import Tag
 from ..tensors import Int8Weight
 from .recorder import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
 from .signature import Inputs
-from .symbols import Traced
+from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor
 from .torchscript_form import holdable, name_of, scriptable
 
-_GO_ON = object()
 _SAME = views.SAME | {"to", "clone", "detach", "data"}
 
 
@@ -157,14 +156,16 @@ class GraphRun(RunCall):
         name = getattr(func, "__name__", "")
         if name in ("dequantize", "quantize_per_tensor"):
             return self.recorder.call(func, args, kwargs)
-        if (special := _SPECIAL.get(name)) is not None and (result := special(self, func, args, kwargs)) is not _GO_ON:
+        if (special := SPECIAL.get(name)) is not None and (
+            result := special(self.recorder, func, args, kwargs)
+        ) is not GO_ON:
             return result
         if torch.is_autocast_enabled("cpu"):
             raise RewriteError(
                 "forward runs under autocast, whose casts a graph does not have", path=self.recorder.path,
                 got=user_line(), hint="cast in the model's code, or lower with dtype=torch.bfloat16",
             )  # fmt: skip
-        if name in _ARITHMETIC and args and not has_tensor(args, kwargs):
+        if name in ARITHMETIC and args and not has_tensor(args, kwargs):
             args = (self.recorder.call(torch.tensor, args[:1], {}), *args[1:])
         if not self._plain and (parts := decomposed(func, args, kwargs)) is not None:
             with self:
@@ -186,7 +187,7 @@ class GraphRun(RunCall):
         assert self.frame is not None
         bound = spelling.bind(args, kwargs) if spelling.row.takes_weight else None
         if bound is not None:
-            bound[3:7] = map(_decided, bound[3:7])
+            bound[3:7] = map(decided, bound[3:7])
         hook = self.frame.function(spelling.row, bound)
         if hook is None:
             self.frame.state.unrecorded(spelling.row.name, None)
@@ -305,7 +306,7 @@ class GraphRun(RunCall):
         if x is None:
             return self._with_tag(run_float(row, bound, op.pad), op.result.tag)
         qparams = self.recorder.known(x).qparams  # type: ignore[union-attr]
-        rest = [_decided(value) for value in bound[3:]]
+        rest = [decided(value) for value in bound[3:]]
         batched = not row.ndim or x.dim() == row.ndim + 2
         if not batched:
             x = self.recorder.quantized(x.unsqueeze(0), qparams)
@@ -491,196 +492,3 @@ class GraphRun(RunCall):
             self.recorder.execute(target.copy_, (output,), {})
         self.recorder.alias(target, output)
         return target
-
-
-# What reads shapes and numbers, or is written otherwise in a graph. Each returns ``_GO_ON`` for what it does not serve.
-
-
-_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "sqrt", "abs",
-                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le",
-                         "ge"})  # fmt: skip
-
-
-def has_tensor(args: tuple, kwargs: dict) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-
-
-def _decided(value: Any) -> Any:
-    """Settings of a kernel are constants."""
-    return tree_map(lambda leaf: leaf.decided() if isinstance(leaf, Traced) else leaf, value)
-
-
-def _size(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    x = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if dim is not None:
-        return run.recorder.size(x, int(dim))
-    return torch.Size([run.recorder.size(x, i) for i in range(len(run.recorder.execute(func, (x,), {})))])
-
-
-def _property(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if func.__self__.__name__ == "shape":  # type: ignore[attr-defined]
-        return _size(run, torch.Tensor.size, args[:1], {})
-    return _GO_ON
-
-
-def _numel(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return run.recorder.number(args[0], "numel") if isinstance(args[0], Tensor) else _GO_ON
-
-
-def _stride(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    x = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if dim is not None:
-        return run.recorder.number(x, "stride", int(dim))
-    return tuple(run.recorder.number(x, "stride", i) for i in range(run.recorder.execute(torch.Tensor.dim, (x,), {})))
-
-
-def _is_contiguous(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> bool:
-    """The layout of an input is the caller's, and what the code does about it is asserted; any other follows from
-    those of inputs.
-    """
-    known = run.recorder.known(args[0])
-    if known is None or not known.is_input:
-        if known is not None and not known.static:
-            run.recorder.hold_layouts_behind(known.node)
-        return run.recorder.execute(func, args, kwargs)
-    return run.recorder.number(args[0], "is_contiguous", *args[1:], *kwargs.values()).decided()
-
-
-def _len(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> int:
-    return int(run.recorder.size(args[0], 0))
-
-
-def _item(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return run.recorder.number(args[0], "item")
-
-
-def _tolist(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    x = args[0]
-    if not x.dim():
-        return _item(run, func, args, kwargs)
-    return [_tolist(run, func, (run.recorder.call(torch.Tensor.__getitem__, (x, i), {}),), {}) for i in range(len(x))]
-
-
-def _number(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    result = run.recorder.call(func, args, kwargs)
-    return result.decided() if isinstance(result, Traced) else result
-
-
-def _iter(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return iter(run.recorder.call(torch.unbind, args[:1], {}))
-
-
-def _contains(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    found = run.recorder.call(torch.any, (run.recorder.call(torch.eq, args, {}),), {})
-    return _number(run, torch.Tensor.__bool__, (found,), {})
-
-
-def _elements(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """All elements leave torch: the graph holds for these."""
-    recorder, x = run.recorder, args[0]
-    if recorder.depends(x):
-        same = recorder.call(torch.equal, (x, recorder.execute(torch.clone, (x,), {})), {})
-        same.decided()
-    recorder.reads_constants = True
-    return recorder.execute(func, args, kwargs)
-
-
-def _as_it_is(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return run.recorder.execute(func, args, kwargs)
-
-
-def _type(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The name of a tensor's class of old, unless it is a cast."""
-    return _as_it_is(run, func, args, kwargs) if len(args) == 1 and "dtype" not in kwargs else _GO_ON
-
-
-def _same(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return args[0]
-
-
-def _deepcopy(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return run.recorder.call(torch.clone, args[:1], {})
-
-
-def _new_tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return run.recorder.call(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
-
-
-def _tensor(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``torch.tensor`` of a list that holds tensors."""
-    items = args[0] if args else kwargs.get("data")
-    if not isinstance(items, (list, tuple)) or not any(isinstance(i, Tensor) for i in items):
-        return _GO_ON
-    recorder = run.recorder
-    parts = [i if isinstance(i, Tensor) else recorder.call(torch.tensor, (i,), {}) for i in items]
-    stacked = recorder.call(torch.stack, ([recorder.call(torch.reshape, (p, ()), {}) for p in parts],), {})
-    dtype = recorder.execute(func, args, kwargs).dtype
-    return recorder.call(torch.Tensor.to, (stacked, dtype), {})
-
-
-def _setitem(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> None:
-    """``x[index] = value``, as a write to a view or an ``index_put_``."""
-    x, index, value = args
-    recorder = run.recorder
-    indices = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(i, (Tensor, list)) for i in indices):
-        view = x if index is Ellipsis else recorder.call(torch.Tensor.__getitem__, (x, index), {})
-        if isinstance(value, Tensor):
-            recorder.call(torch.Tensor.copy_, (view, value), {})
-        else:
-            recorder.call(torch.Tensor.fill_, (view, value), {})
-    else:
-        if any(i is None for i in indices):
-            raise RewriteError(
-                "an assignment to new axes and tensor indices at once", path=recorder.path, op="setitem", got=index,
-                hint="write it in two steps: a view first, then the tensor index",
-            )  # fmt: skip
-        if Ellipsis in [i for i in indices if not isinstance(i, (Tensor, list))]:
-            at = next(n for n, i in enumerate(indices) if i is Ellipsis)
-            taken = sum(i.dim() if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in indices) - 1
-            rank = recorder.execute(torch.Tensor.dim, (x,), {})
-            indices = (*indices[:at], *[slice(None)] * (rank - taken), *indices[at + 1 :])
-        if any(isinstance(i, slice) and i != slice(None) for i in indices):  # slices first, which make a view
-            chosen = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
-            view = recorder.call(torch.Tensor.__getitem__, (x, chosen), {})
-        else:
-            view = x
-        places = [None if isinstance(i, slice) else torch.as_tensor(i) for i in indices]
-        if not isinstance(value, Tensor):
-            value = recorder.call(torch.tensor, (value,), {"dtype": x.dtype})
-        elif value.dtype is not x.dtype:
-            value = recorder.call(torch.Tensor.to, (value, x.dtype), {})
-        recorder.call(torch.ops.aten.index_put_, (view, places, value), {})
-    known = recorder.known(x)
-    if known is not None:
-        known.tag = "__setitem__"
-
-
-def _squeeze(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Which axes go is for sizes to decide: the same as here, the graph asserts."""
-    if len(args) == 1 and not kwargs and run.recorder.symbolic:
-        for dim in range(run.recorder.execute(torch.Tensor.dim, args, {})):
-            bool(run.recorder.size(args[0], dim) == 1)
-    return _GO_ON
-
-
-def _out_of_reach(run: GraphRun, func: Callable, args: tuple, kwargs: dict) -> Any:
-    raise RewriteError(
-        "a tensor is changed in a way a graph cannot follow", path=run.recorder.path, op=getattr(func, "__name__", "?"),
-        got=user_line(), hint="assign to its elements instead",
-    )  # fmt: skip
-
-
-_SPECIAL: dict[str, Callable[[GraphRun, Callable, tuple, dict], Any]] = {
-    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride,
-    "is_contiguous": _is_contiguous, "__len__": _len,
-    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
-    _number,
-    "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
-    "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
-    "tensor": _tensor, "type": _type, "squeeze": _squeeze, "squeeze_": _squeeze,
-    "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
-    "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
-}  # fmt: skip

@@ -20,9 +20,11 @@ from torch.fx.graph import CodeGen
 
 from .. import selfcheck
 from ..errors import ERRORS_OF_CODE, MismatchError, is_bug
-from ..graph.agreement import Difference, Reference, Trial, outcome, owned, seeded
+from ..graph.agreement import Reference
+from ..graph.difference import Difference
 from ..graph.recorder import is_impure
 from ..graph.signature import RestoringCodeGen
+from ..graph.trials import Trial, outcome, owned, seeded
 from ..rewriter import Recording
 from .engine import is_weight
 from .lowered_model import LoweredModel, without_code

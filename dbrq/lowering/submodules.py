@@ -20,9 +20,9 @@ from .. import op_facts
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..calibration.surgery import copied
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
-from ..graph.agreement import random_state_kept_if_drawn
 from ..graph.recorder import DEQUANTIZE, QUANTIZE, remove_dead
 from ..graph.signature import Inside, RestoringCodeGen, check_input
+from ..graph.trials import random_state_kept_if_drawn
 from ..hidden_state import state_of
 from ..kernels import QParams, quantize
 from ..mappings import Role

@@ -1,0 +1,207 @@
+"""What reads shapes and numbers of tensors, or is written otherwise in a graph than the user wrote it.
+
+Each function returns ``GO_ON`` for a call that it does not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RewriteError
+from ..pytree import tree_leaves, tree_map
+from ..record.callsite import user_line
+from .recorder import GraphRecorder
+from .symbols import Traced
+
+GO_ON = object()
+
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "pow", "sqrt", "abs",
+                         "ceil", "floor", "minimum", "maximum", "clamp", "exp", "log", "eq", "lt", "gt", "le",
+                         "ge"})  # fmt: skip
+
+
+def has_tensor(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def decided(value: Any) -> Any:
+    """Settings of a kernel are constants."""
+    return tree_map(lambda leaf: leaf.decided() if isinstance(leaf, Traced) else leaf, value)
+
+
+def _size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return recorder.size(x, int(dim))
+    return torch.Size([recorder.size(x, i) for i in range(len(recorder.execute(func, (x,), {})))])
+
+
+def _property(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if func.__self__.__name__ == "shape":  # type: ignore[attr-defined]
+        return _size(recorder, torch.Tensor.size, args[:1], {})
+    return GO_ON
+
+
+def _numel(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return recorder.number(args[0], "numel") if isinstance(args[0], Tensor) else GO_ON
+
+
+def _stride(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is not None:
+        return recorder.number(x, "stride", int(dim))
+    return tuple(recorder.number(x, "stride", i) for i in range(recorder.execute(torch.Tensor.dim, (x,), {})))
+
+
+def _is_contiguous(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> bool:
+    """The layout of an input is the caller's, and what the code does about it is asserted; any other follows from
+    those of inputs.
+    """
+    known = recorder.known(args[0])
+    if known is None or not known.is_input:
+        if known is not None and not known.static:
+            recorder.hold_layouts_behind(known.node)
+        return recorder.execute(func, args, kwargs)
+    return recorder.number(args[0], "is_contiguous", *args[1:], *kwargs.values()).decided()
+
+
+def _len(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> int:
+    return int(recorder.size(args[0], 0))
+
+
+def _item(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return recorder.number(args[0], "item")
+
+
+def _tolist(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    if not x.dim():
+        return _item(recorder, func, args, kwargs)
+    return [_tolist(recorder, func, (recorder.call(torch.Tensor.__getitem__, (x, i), {}),), {}) for i in range(len(x))]
+
+
+def _number(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    result = recorder.call(func, args, kwargs)
+    return result.decided() if isinstance(result, Traced) else result
+
+
+def _iter(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return iter(recorder.call(torch.unbind, args[:1], {}))
+
+
+def _contains(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    found = recorder.call(torch.any, (recorder.call(torch.eq, args, {}),), {})
+    return _number(recorder, torch.Tensor.__bool__, (found,), {})
+
+
+def _elements(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """All elements leave torch: the graph holds for these."""
+    x = args[0]
+    if recorder.depends(x):
+        same = recorder.call(torch.equal, (x, recorder.execute(torch.clone, (x,), {})), {})
+        same.decided()
+    recorder.reads_constants = True
+    return recorder.execute(func, args, kwargs)
+
+
+def _as_it_is(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return recorder.execute(func, args, kwargs)
+
+
+def _type(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The name of a tensor's class of old, unless it is a cast."""
+    return _as_it_is(recorder, func, args, kwargs) if len(args) == 1 and "dtype" not in kwargs else GO_ON
+
+
+def _same(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return args[0]
+
+
+def _deepcopy(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return recorder.call(torch.clone, args[:1], {})
+
+
+def _new_tensor(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return recorder.call(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
+
+
+def _tensor(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``torch.tensor`` of a list that holds tensors."""
+    items = args[0] if args else kwargs.get("data")
+    if not isinstance(items, (list, tuple)) or not any(isinstance(i, Tensor) for i in items):
+        return GO_ON
+    parts = [i if isinstance(i, Tensor) else recorder.call(torch.tensor, (i,), {}) for i in items]
+    stacked = recorder.call(torch.stack, ([recorder.call(torch.reshape, (p, ()), {}) for p in parts],), {})
+    dtype = recorder.execute(func, args, kwargs).dtype
+    return recorder.call(torch.Tensor.to, (stacked, dtype), {})
+
+
+def _setitem(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> None:
+    """``x[index] = value``, as a write to a view or an ``index_put_``."""
+    x, index, value = args
+    indices = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(i, (Tensor, list)) for i in indices):
+        view = x if index is Ellipsis else recorder.call(torch.Tensor.__getitem__, (x, index), {})
+        if isinstance(value, Tensor):
+            recorder.call(torch.Tensor.copy_, (view, value), {})
+        else:
+            recorder.call(torch.Tensor.fill_, (view, value), {})
+    else:
+        if any(i is None for i in indices):
+            raise RewriteError(
+                "an assignment to new axes and tensor indices at once", path=recorder.path, op="setitem", got=index,
+                hint="write it in two steps: a view first, then the tensor index",
+            )  # fmt: skip
+        if Ellipsis in [i for i in indices if not isinstance(i, (Tensor, list))]:
+            at = next(n for n, i in enumerate(indices) if i is Ellipsis)
+            taken = sum(i.dim() if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in indices) - 1
+            rank = recorder.execute(torch.Tensor.dim, (x,), {})
+            indices = (*indices[:at], *[slice(None)] * (rank - taken), *indices[at + 1 :])
+        if any(isinstance(i, slice) and i != slice(None) for i in indices):  # slices first, which make a view
+            chosen = tuple(i if isinstance(i, slice) else slice(None) for i in indices)
+            view = recorder.call(torch.Tensor.__getitem__, (x, chosen), {})
+        else:
+            view = x
+        places = [None if isinstance(i, slice) else torch.as_tensor(i) for i in indices]
+        if not isinstance(value, Tensor):
+            value = recorder.call(torch.tensor, (value,), {"dtype": x.dtype})
+        elif value.dtype is not x.dtype:
+            value = recorder.call(torch.Tensor.to, (value, x.dtype), {})
+        recorder.call(torch.ops.aten.index_put_, (view, places, value), {})
+    known = recorder.known(x)
+    if known is not None:
+        known.tag = "__setitem__"
+
+
+def _squeeze(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Which axes go is for sizes to decide: the same as here, the graph asserts."""
+    if len(args) == 1 and not kwargs and recorder.symbolic:
+        for dim in range(recorder.execute(torch.Tensor.dim, args, {})):
+            bool(recorder.size(args[0], dim) == 1)
+    return GO_ON
+
+
+def _out_of_reach(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise RewriteError(
+        "a tensor is changed in a way a graph cannot follow", path=recorder.path, op=getattr(func, "__name__", "?"),
+        got=user_line(), hint="assign to its elements instead",
+    )  # fmt: skip
+
+
+SPECIAL: dict[str, Callable[[GraphRecorder, Callable, tuple, dict], Any]] = {
+    "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride,
+    "is_contiguous": _is_contiguous, "__len__": _len,
+    "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
+    _number,
+    "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
+    "__repr__": _as_it_is, "__format__": _as_it_is, "__str__": _as_it_is, "__reduce_ex__": _elements,
+    "tensor": _tensor, "type": _type, "squeeze": _squeeze, "squeeze_": _squeeze,
+    "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
+    "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
+}  # fmt: skip

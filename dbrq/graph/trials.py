@@ -1,0 +1,186 @@
+"""Runs of a model that are compared: inputs of their own, a random state that is given back, and all that comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..pytree import tree_map
+
+
+class Drawing(TorchDispatchMode):
+    """Sees whether this thread draws from torch's generator.
+
+    Attributes:
+        drew: it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def random_state_kept_if_drawn() -> Iterator[Drawing]:
+    """The random state is what it was, if what runs inside changes it.
+
+    torch's generator is the process's: it is put back only if this thread drew from it, so that threads that draw
+    meanwhile lose nothing to a model that does not. Python's and numpy's are put back if they changed.
+    """
+    python, numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with Drawing() as drawing:
+        try:
+            yield drawing
+        finally:
+            if drawing.drew:
+                torch.set_rng_state(state)
+            if random.getstate() != python:
+                random.setstate(python)
+            if not _equal_states(np.random.get_state(), numpy):
+                np.random.set_state(numpy)
+
+
+def _equal_states(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and np.array_equal(a[1], b[1]) and a[2:] == b[2:]
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Random numbers begin at ``seed`` inside, and outside go on as if nothing had been; None: nobody draws any."""
+    if seed is None:
+        yield
+        return
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def owned(inputs: Any) -> Any:
+    """A copy of inputs that may be changed, made of ordinary tensors."""
+    with torch.inference_mode(False):
+        return tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf,
+            copy.deepcopy(inputs),
+        )
+
+
+def perturbed(inputs: Any, integers: bool) -> Any:
+    """Other inputs of the same range: elements change places, so that what is valid, sorted orders aside, stays valid.
+
+    A leaf's result depends on nothing but the leaf. Flags and masks (two values, or values that are not finite) stay.
+
+    Args:
+        integers: tensors of integers are shuffled too.
+    """
+    known: dict[int, Tensor] = {}  # what is given twice is given twice
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = _perturbed(leaf, integers)
+        return known[id(leaf)]
+
+    return tree_map(other, owned(inputs))
+
+
+def _perturbed(leaf: Tensor, integers: bool) -> Tensor:
+    if leaf.layout is not torch.strided or not leaf.is_cpu or not leaf.numel() or leaf.is_quantized:
+        return leaf
+    generator = torch.Generator().manual_seed(leaf.numel())
+    values = leaf.detach().flatten()
+    if leaf.is_floating_point():
+        if not bool(values.isfinite().all()):
+            return leaf
+        if bool((values == values[0]).all()):  # zeros, ones, or a single number
+            noise = torch.rand(values.shape, generator=generator)
+            changed = values + (noise - 0.5) if not values[0] else values * (0.5 + 0.5 * noise)
+        elif values.unique().numel() <= 2:
+            return leaf
+        else:
+            changed = values[torch.randperm(len(values), generator=generator)]
+    elif integers and not leaf.is_complex() and leaf.dtype is not torch.bool and values.unique().numel() > 2:
+        changed = values[torch.randperm(len(values), generator=generator)]
+    else:
+        return leaf
+    return torch.empty_like(leaf).copy_(changed.reshape(leaf.shape))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call that the forms of a model are compared on.
+
+    Attributes:
+        words: which inputs these are.
+        inputs: values for the graph's placeholders, or args and kwargs of the model; nothing changes them.
+        seed: what random numbers begin at; None if the model draws none.
+    """
+
+    words: str
+    inputs: Any
+    seed: int | None
+
+
+#: How an outcome calls what a call left in the model.
+STATE = "the buffer "
+
+
+def outcome(output: Any, inputs: Any = None, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """All that a call left behind, leaf by leaf.
+
+    Args:
+        inputs: what it was given, as it is after the call.
+        buffers: tensors of the model that it writes to.
+    """
+    found: dict[str, Any] = {}
+    _collect(output, "the output", found)
+    if inputs is not None:
+        changed: dict[str, Any] = {}
+        _collect(inputs, "the inputs afterwards", changed)
+        found.update((path, leaf) for path, leaf in changed.items() if isinstance(leaf, Tensor))
+    for name, tensor in (buffers or {}).items():
+        found[f"{STATE}{name} afterwards"] = tensor.clone()
+    return found
+
+
+def _collect(tree: Any, path: str, found: dict[str, Any]) -> None:
+    if isinstance(tree, Mapping):
+        found[path] = type(tree), *map(str, tree)
+        for key, value in tree.items():
+            _collect(value, f"{path}[{key!r}]", found)
+    elif isinstance(tree, (list, tuple)):
+        found[path] = type(tree), len(tree)
+        for number, value in enumerate(tree):
+            _collect(value, f"{path}[{number}]", found)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        found[path] = (type(tree),)
+        for each in dataclasses.fields(tree):
+            _collect(getattr(tree, each.name, None), f"{path}.{each.name}", found)
+    else:
+        found[path] = tree.detach().clone() if isinstance(tree, Tensor) else tree  # it may be a buffer
+
+
+#: What a call gave: where in the output, among the inputs or the buffers -> a tensor, a number, or a container's class.
+Outcome = Mapping[str, Any]
