@@ -23,7 +23,8 @@ from .calibration.surgery import uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
 from .graph.agreement import INFORMATIVE, Reference
 from .graph.compile_flag import capturing
-from .graph.recorder import DEQUANTIZE, QUANTIZE, GraphRecorder, Sizes, remove_dead
+from .graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
+from .graph.recorder import GraphRecorder, Sizes
 from .graph.run import GraphRun
 from .graph.signature import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph.trials import STATE, Outcome, Trial, outcome, owned, perturbed, random_state_kept_if_drawn, seeded

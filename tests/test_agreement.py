@@ -18,7 +18,7 @@ from dbrq.graph import agreement
 from dbrq.graph.agreement import Reference
 from dbrq.graph.difference import difference
 from dbrq.graph.trials import Trial, perturbed
-from dbrq.graph.recorder import QUANTIZE
+from dbrq.graph.nodes import QUANTIZE
 from dbrq.inspection.report import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbrq
 from dbrq.errors import RewriteError
-from dbrq.graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from dbrq.graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from dbrq.kernels import script
 from dbrq.lowering import lower_graph, torchscript
 from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify

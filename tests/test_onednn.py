@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
-from dbrq.graph.recorder import QUANTIZE
+from dbrq.graph.nodes import QUANTIZE
 from dbrq.lowering.engine import is_call
 from dbrq.lowering.onednn.values import PrimitiveStep
 

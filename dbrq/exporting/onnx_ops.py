@@ -14,7 +14,7 @@ import torch
 from onnxscript.onnx_opset import opset18 as op
 from onnxscript.onnx_types import TensorType
 
-from ..graph.recorder import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from ..graph.nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 
 
 def _constant(value: Any, dtype: int) -> Any:

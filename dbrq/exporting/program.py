@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..calibration.recorder import random_state_kept
 from ..errors import ERRORS_OF_CODE, RewriteError, is_bug
-from ..graph.recorder import DEQUANTIZE_PER_CHANNEL
+from ..graph.nodes import DEQUANTIZE_PER_CHANNEL
 from ..graph.signature import RestoringCodeGen
 from ..guards import without_autocast
 from ..pytree import call_arguments

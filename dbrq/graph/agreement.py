@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from ..op_facts import writes
 from .difference import Difference, difference, noises, numbers, rms
-from .recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from .signature import RestoringCodeGen
 from .trials import Outcome, Trial, outcome, owned, seeded
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +31,9 @@ from ..op_facts import (
     Memory,
     Watching,
     called,
-    is_random,
     memory_of,
     seen,
     sources,
-    writes,
 )
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
@@ -44,13 +41,21 @@ from ..record.parameters import ParameterRef
 from ..record.record import Tag
 from ..tensors import Int8Weight, plain
 from .located import located, op_of
+from .nodes import (
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    QUANTIZE,
+    ancestors,
+    base_name,
+    evaluated,
+    identifier,
+    is_impure,
+    leaves,
+    tensors_behind,
+    walk,
+)
 from .symbols import Traced, traced, untraced
 from .torchscript_form import TAKE_SIZES, spelled
-
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
-CHOOSE_QPARAMS = torch.ops.quantized_decomposed.choose_qparams
-DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
 
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
@@ -271,7 +276,7 @@ class GraphRecorder:
                 module.register_buffer(last, tensor.detach().clone())  # as it is before the run writes to it
             self._attributes[name] = tensor
             self._kept.append(tensor)
-        node = self.graph.create_node("get_attr", name, name=_identifier(name))
+        node = self.graph.create_node("get_attr", name, name=identifier(name))
         node.meta.update(dtype=tensor.dtype, shape=tuple(tensor.shape))
         return node
 
@@ -356,7 +361,7 @@ class GraphRecorder:
         static = self._is_static((*given, *options.values()))
         if static and any(isinstance(leaf, np.ndarray) for leaf in leaves((given, options))):
             return self.execute(function, args, kwargs)
-        name = self._node_name(_base_name(target)) if name is None else _identifier(name)
+        name = self._node_name(base_name(target)) if name is None else identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
@@ -371,7 +376,7 @@ class GraphRecorder:
         node.meta["facts"] = seen(node, watched, list(zip(tensors, nodes, strict=True)), result, changed)
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
-        return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), _base_name(target))
+        return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), base_name(target))
 
     def _note_writes(self, written: set[int | None], given: Sequence[Tensor], static: bool) -> None:
         for memory in written & {memory_of(t) for t in given} - {None}:
@@ -446,7 +451,7 @@ class GraphRecorder:
             self.modules[path] = module
             owner, last = self._owner(path)
             owner.add_module(last, module)
-        node = self.graph.create_node("call_module", path, self._argument(args), name=_identifier(path))
+        node = self.graph.create_node("call_module", path, self._argument(args), name=identifier(path))
         self._describe(node)
         return self._bind_result(self.execute(module, args, {}), node, False, list(args), "module")
 
@@ -457,7 +462,7 @@ class GraphRecorder:
         node.stack_trace = f'  File "{file}", line {number or 0}, in {self.path or "forward"}\n'
 
     def _node_name(self, base: str) -> str:
-        return _identifier(self.path if self.op == self.path else f"{self.path}.{base}")
+        return identifier(self.path if self.op == self.path else f"{self.path}.{base}")
 
     def _is_static(self, arguments: Sequence[Any]) -> bool:
         for leaf in leaves(arguments):
@@ -584,11 +589,11 @@ class GraphRecorder:
 
     def _require_one_outcome(self, traced: Traced) -> None:
         """Raise if the numbers that calibration read would have decided otherwise."""
-        reads = [n for n in _ancestors(traced.fx_node) if n.meta.get("reads")]
+        reads = [n for n in ancestors(traced.fx_node) if n.meta.get("reads")]
         if len(reads) != 1:
             return
         seen = self.numbers.get(reads[0].meta["place"], ())
-        outcomes = {_evaluated(traced.fx_node, reads[0], number) for number in seen} - {None}
+        outcomes = {evaluated(traced.fx_node, reads[0], number) for number in seen} - {None}
         if len(outcomes | {traced.value}) > 1:
             raise SeveralPathsError(
                 "one graph cannot stand for a model whose code decides on values",
@@ -632,7 +637,7 @@ class GraphRecorder:
 
         The value's own would not do: kernels that stand for the ops between may choose another.
         """
-        for source in _tensors_behind(node):
+        for source in tensors_behind(node):
             if source.op == "placeholder" and source not in self._laid_out:
                 self._laid_out.add(source)
                 flag = self.graph.call_method("is_contiguous", (source,))
@@ -686,42 +691,6 @@ class GraphRecorder:
         return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
 
 
-def _tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
-    """The tensors that a node's value was computed from."""
-    found: dict[fx.Node, None] = {}
-    waiting = [node]
-    while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if n not in found and ("dtype" in n.meta or _holds_tensors(n))]
-        found.update(dict.fromkeys(new))
-        waiting += new
-    return found
-
-
-def _holds_tensors(node: fx.Node) -> bool:
-    """Whether a node's value is several tensors, as that of ``split``."""
-    return any(called(user) == "getitem" and "dtype" in user.meta for user in node.users)
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """A number's node and those of the numbers it was computed from."""
-    found = [node]
-    if not node.meta.get("reads"):
-        for before in node.all_input_nodes:
-            if "dtype" not in before.meta:
-                found += _ancestors(before)
-    return found
-
-
-def _evaluated(node: fx.Node, read: fx.Node, number: Any) -> Any:
-    """What a number would have been, had ``read`` given ``number``; None if that cannot be told."""
-    if node is read:
-        return number
-    if node.op != "call_function":
-        return None
-    args = [_evaluated(a, read, number) if isinstance(a, fx.Node) else a for a in node.args]
-    return None if any(a is None for a in args) else node.target(*args)  # type: ignore[operator]
-
-
 class _OutOfSight(TorchDispatchMode):
     def __init__(self, recorder: GraphRecorder) -> None:
         super().__init__()
@@ -732,22 +701,6 @@ class _OutOfSight(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         self.recorder.out_of_sight(func, (args, kwargs), result)
         return result
-
-
-def is_impure(node: fx.Node) -> bool:
-    """Whether a node does more than compute its result: writes to an argument, draws random numbers, which those that
-    come later depend on, or checks something.
-    """
-    if node.op in ("placeholder", "output") or writes(node) or is_random(node):
-        return True
-    return node.target is torch._assert or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
-
-
-def remove_dead(graph: fx.Graph) -> None:
-    """Erase nodes without effect that nothing reads."""
-    for node in reversed(graph.nodes):
-        if not node.users and not is_impure(node):
-            graph.erase_node(node)
 
 
 def _shared_memory(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -775,32 +728,3 @@ def _is_borrowed(tensor: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _base_name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", "call").rsplit(".", 1)[0]
-
-
-def _identifier(name: str) -> str:
-    name = re.sub(r"\W", "_", name.strip(".")).strip("_")
-    return f"_{name}" if name[:1].isdigit() else name
-
-
-def walk(fn: Callable[[Any], Any], value: Any) -> Any:
-    """``tree_map`` for arguments of ops: also into slices, and ``torch.Size`` becomes a list."""
-    if isinstance(value, slice):
-        return slice(*(walk(fn, v) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Size):
-        return [walk(fn, v) for v in value]
-    if isinstance(value, (list, tuple)):
-        items = [walk(fn, v) for v in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {k: walk(fn, v) for k, v in value.items()}
-    return fn(value)
-
-
-def leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    walk(found.append, value)
-    return found

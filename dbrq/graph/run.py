@@ -36,7 +36,8 @@ from ..record.callsite import border, user_line
 from ..record.parameters import tensor_of
 from ..record.record import Tag
 from ..tensors import Int8Weight
-from .recorder import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, GraphRecorder, leaves
+from .nodes import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, leaves
+from .recorder import GraphRecorder
 from .signature import Inputs
 from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor
 from .torchscript_form import holdable, name_of, scriptable

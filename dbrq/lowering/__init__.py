@@ -21,7 +21,7 @@ from ..calibration.recorder import random_state_kept
 from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph.located import marked, naming_ops, op_of
-from ..graph.recorder import remove_dead
+from ..graph.nodes import remove_dead
 from ..guards import without_autocast
 from ..hidden_state import state_of
 from ..inspection.report import ReportRow, report, rows_as_json

@@ -22,7 +22,7 @@ from .. import selfcheck
 from ..errors import ERRORS_OF_CODE, MismatchError, is_bug
 from ..graph.agreement import Reference
 from ..graph.difference import Difference
-from ..graph.recorder import is_impure
+from ..graph.nodes import is_impure
 from ..graph.signature import RestoringCodeGen
 from ..graph.trials import Trial, outcome, owned, seeded
 from ..rewriter import Recording

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from ..errors import RewriteError
 from ..graph.located import at
-from ..graph.recorder import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
+from ..graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
 from ..kernels import QParams
 from ..mappings import FUNCTIONS, TABLE, OpRow
 from ..op_facts import Memory, is_written, writes

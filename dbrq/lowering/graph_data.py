@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
-from ..graph.recorder import walk
+from ..graph.nodes import walk
 from ..op_facts import Facts
 
 #: What of a node's ``meta`` a graph keeps.

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
 from ..exporting.program import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
-from ..graph.recorder import DEQUANTIZE, ONE_PATH, remove_dead
+from ..graph.nodes import DEQUANTIZE, remove_dead
+from ..graph.recorder import ONE_PATH
 from ..graph.signature import check_absent, check_input
 from ..kernels import ints
 from ..kernels.known_faults import Geometry, fault_of, plain_dilation

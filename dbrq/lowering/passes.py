@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..graph.recorder import is_impure
+from ..graph.nodes import is_impure
 from ..op_facts import AS_LAID_OUT, Facts, Memory, assumed, called, facts_of, family, sources, writes, written
 from .engine import Lowering, is_dequantize, is_weight
 

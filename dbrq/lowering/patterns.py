@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..eager.views import names_dtype
-from ..graph.recorder import DEQUANTIZE
+from ..graph.nodes import DEQUANTIZE
 from ..kernels import QParams, ints, script
 from ..mappings import Role
 from ..op_facts import Memory, called, is_random, is_written

@@ -20,7 +20,7 @@ from .. import op_facts
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..calibration.surgery import copied
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
-from ..graph.recorder import DEQUANTIZE, QUANTIZE, remove_dead
+from ..graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
 from ..graph.signature import Inside, RestoringCodeGen, check_input
 from ..graph.trials import random_state_kept_if_drawn
 from ..hidden_state import state_of

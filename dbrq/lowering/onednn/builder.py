@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelInputError, OneDNNError
-from ...graph.recorder import leaves, walk
+from ...graph.nodes import leaves, walk
 from ...kernels import QParams
 from ...op_facts import Facts, Watching
 from ...pytree import tree_leaves, tree_map

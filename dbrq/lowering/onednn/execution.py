@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OneDNNError
-from ...graph.recorder import leaves, walk
+from ...graph.nodes import leaves, walk
 from ...pytree import tree_leaves
 from .binding import Memory, arguments
 from .layouts import same_layout

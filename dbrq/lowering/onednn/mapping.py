@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...eager.views import names_dtype
-from ...graph.recorder import DEQUANTIZE, is_impure
+from ...graph.nodes import DEQUANTIZE, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
 from ..engine import (

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ...calibration.recorder import random_state_kept
 from ...errors import OneDNNError
 from ...graph.located import at
-from ...graph.recorder import leaves, remove_dead, walk
+from ...graph.nodes import leaves, remove_dead, walk
 from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...graph.recorder import leaves
+from ...graph.nodes import leaves
 from ...op_facts import Watching, facts_of, is_random, writes
 
 

@@ -1,0 +1,106 @@
+"""Nodes of graphs: the ops of quantized values, which nodes matter, and what a value was computed from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
+from torch import fx
+
+from ..op_facts import (
+    called,
+    is_random,
+    writes,
+)
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
+
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
+
+CHOOSE_QPARAMS = torch.ops.quantized_decomposed.choose_qparams
+
+DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
+
+
+def tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
+    """The tensors that a node's value was computed from."""
+    found: dict[fx.Node, None] = {}
+    waiting = [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found and ("dtype" in n.meta or _holds_tensors(n))]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return found
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    """Whether a node's value is several tensors, as that of ``split``."""
+    return any(called(user) == "getitem" and "dtype" in user.meta for user in node.users)
+
+
+def ancestors(node: fx.Node) -> list[fx.Node]:
+    """A number's node and those of the numbers it was computed from."""
+    found = [node]
+    if not node.meta.get("reads"):
+        for before in node.all_input_nodes:
+            if "dtype" not in before.meta:
+                found += ancestors(before)
+    return found
+
+
+def evaluated(node: fx.Node, read: fx.Node, number: Any) -> Any:
+    """What a number would have been, had ``read`` given ``number``; None if that cannot be told."""
+    if node is read:
+        return number
+    if node.op != "call_function":
+        return None
+    args = [evaluated(a, read, number) if isinstance(a, fx.Node) else a for a in node.args]
+    return None if any(a is None for a in args) else node.target(*args)  # type: ignore[operator]
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node does more than compute its result: writes to an argument, draws random numbers, which those that
+    come later depend on, or checks something.
+    """
+    if node.op in ("placeholder", "output") or writes(node) or is_random(node):
+        return True
+    return node.target is torch._assert or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase nodes without effect that nothing reads."""
+    for node in reversed(graph.nodes):
+        if not node.users and not is_impure(node):
+            graph.erase_node(node)
+
+
+def base_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "call").rsplit(".", 1)[0]
+
+
+def identifier(name: str) -> str:
+    name = re.sub(r"\W", "_", name.strip(".")).strip("_")
+    return f"_{name}" if name[:1].isdigit() else name
+
+
+def walk(fn: Callable[[Any], Any], value: Any) -> Any:
+    """``tree_map`` for arguments of ops: also into slices, and ``torch.Size`` becomes a list."""
+    if isinstance(value, slice):
+        return slice(*(walk(fn, v) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, torch.Size):
+        return [walk(fn, v) for v in value]
+    if isinstance(value, (list, tuple)):
+        items = [walk(fn, v) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {k: walk(fn, v) for k, v in value.items()}
+    return fn(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    walk(found.append, value)
+    return found
