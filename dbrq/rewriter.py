@@ -24,10 +24,11 @@ from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteErr
 from .graph.agreement import INFORMATIVE, Reference
 from .graph.compile_flag import capturing
 from .graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
-from .graph.recorder import GraphRecorder, Sizes
+from .graph.recorder import GraphRecorder
 from .graph.run import GraphRun
 from .graph.signature import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
 from .graph.trials import STATE, Outcome, Trial, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .graph.writer import Sizes
 from .guards import without_autocast
 from .pytree import call_arguments, tree_leaves
 from .quantization_state import AutoQuantizationState

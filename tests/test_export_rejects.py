@@ -11,7 +11,7 @@ from export_rejects import CASES
 from helpers import assert_same_containers, floats, has_compiler, run, sqnr
 
 import dbrq
-from dbrq.graph.recorder import ONE_PATH
+from dbrq.graph.writer import ONE_PATH
 from dbrq.lowering.inductor import InductorModel
 
 #: These are compiled for other sizes too; the others' are left to the exported program, which takes no compiler.

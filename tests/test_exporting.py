@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import dbrq
 from dbrq.errors import RewriteError, SeveralPathsError
-from dbrq.graph.recorder import ONE_PATH
+from dbrq.graph.writer import ONE_PATH
 
 
 class Layers(nn.Module):

@@ -7,28 +7,20 @@ tensor: a value made behind the recorder's back would be frozen into the graph, 
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import operator
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import ERRORS_OF_CODE, RewriteError, SeveralPathsError
+from ..errors import ERRORS_OF_CODE, RewriteError
 from ..kernels import QParams
 from ..op_facts import (
-    AS_LAID_OUT,
-    BY_MEMORY,
     Facts,
-    Memory,
     Watching,
     called,
     memory_of,
@@ -37,155 +29,31 @@ from ..op_facts import (
 )
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..record.parameters import ParameterRef
-from ..record.record import Tag
 from ..tensors import Int8Weight, plain
 from .located import located, op_of
 from .nodes import (
     DEQUANTIZE,
     DEQUANTIZE_PER_CHANNEL,
     QUANTIZE,
-    ancestors,
     base_name,
-    evaluated,
     identifier,
     is_impure,
     leaves,
-    tensors_behind,
     walk,
 )
 from .symbols import Traced, traced, untraced
 from .torchscript_form import TAKE_SIZES, spelled
+from .writer import GraphWriter
 
 #: Functions whose number of results depends on sizes: the code that follows was seen for one number.
 _COUNTED = frozenset({"unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unsafe_chunk",
                       "unsafe_split", "nonzero", "nonzero_numpy", "where"})  # fmt: skip
-#: How the message of each of the graph's assertions begins.
-ONE_PATH = "dbrq: this graph holds for one path through the model"
 
 
-@dataclass(slots=True)
-class Known:
-    """A tensor of the run and what is known of it.
-
-    Attributes:
-        tensor: the tensor, weakly.
-        node: the node that computes it.
-        static: it depends on no input.
-        qparams: what it was dequantized with, if it was.
-        tag: who made it, as in the record.
-        value: its id in the record, inside a fusion.
-        is_input: it is the caller's.
-    """
-
-    tensor: weakref.ref
-    node: fx.Node
-    static: bool = False
-    qparams: QParams | None = None
-    tag: Tag = None
-    value: int | None = None
-    is_input: bool = False
-
-
-class Sizes(enum.Enum):
-    """What becomes of the sizes that the code reads."""
-
-    FREE = "numbers that stay free, and so do comparisons of them"
-    COMPARED = "numbers that stay free; comparisons of them are plain bools, which some functions insist on"
-    FIXED = "those of the example"
-
-
-class GraphRecorder:
-    """Builds one graph.
-
-    Args:
-        model: the model that runs; the graph takes its parameters and buffers.
-        sizes: what becomes of sizes.
-        numbers: source line and how often it ran before -> the numbers that it read out of tensors in calibration.
-        state: paths of the model's tensors that runs are known to change.
-
-    Attributes:
-        symbolic: whether sizes are free.
-        graph: the graph so far.
-        root: a tree of modules that holds the graph's tensors under the paths they had in the model.
-        path: path of the module that runs.
-        modules: submodules that the graph calls, by path.
-        decisions: what the graph asserts, in words; ``value_decisions`` of them read elements of tensors.
-        reads_constants: elements of tensors that seem constant became plain numbers.
-    """
-
-    def __init__(
-        self, model: nn.Module, sizes: Sizes, numbers: Mapping[tuple[str, int], set], state: Collection[str] = ()
-    ) -> None:
-        self.model, self.sizes, self.numbers = model, sizes, numbers
-        self.symbolic = sizes is not Sizes.FIXED
-        self.graph, self.root = fx.Graph(), nn.Module()
-        self.path = ""
-        self.op: str | None = None
-        self._known: dict[int, Known] = {}
-        self._kept: list[Any] = []  # tensors whose identity must not be reused
-        self._seed = torch.initial_seed()  # setting another is noticed, and so is setting this one again
-        self._seeded_state = torch.Generator().manual_seed(self._seed).get_state().numpy()
-        self._drawn_since = False
-        self._strangers: dict[int, tuple[weakref.ref, str]] = {}
-        self._state: set[int] = set()  # memory of the model's own tensors
-        self._written: Counter[int] = Counter()  # memory that was written to, and how often
-        self._varying: set[int | None] = set()  # memory that holds something else in each call, since it was written to
-        self._executing = 0
-        self.value_decisions = 0
-        self.decisions: list[str] = []
-        self._scalars: dict[tuple, Any] = {}
-        self._decided: set[tuple] = set()
-        self._read: Counter[str] = Counter()
-        self._parts: dict[tuple, Tensor] = {}
-        self._attributes: dict[str, Tensor] = {}
-        self.modules: dict[str, nn.Module] = {}
-        self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
-        self.reads_constants = False
-        self._laid_out: set[fx.Node] = set()  # inputs whose layout is asserted
-        self._originals = [
-            (module, name, value)
-            for module in model.modules()
-            for name, value in (*module._buffers.items(), *vars(module).items())
-            if isinstance(value, Tensor)
-        ]
-        self._bases = _shared_memory(value for _, _, value in self._originals)
-        for _, _, value in self._originals:
-            if self._names[id(value)] in state and (memory := memory_of(value)) is not None:
-                self._state.add(memory)
-                self._varying.add(memory)
+class GraphRecorder(GraphWriter):
+    """Builds one graph: calls of ops, written as TorchScript takes them, and executed on the way."""
 
     # What is known
-
-    def known(self, tensor: Any) -> Known | None:
-        found = self._known.get(id(tensor))
-        return found if found is not None and found.tensor() is tensor else None
-
-    def bind(self, tensor: Tensor, node: fx.Node, **facts: Any) -> Known:
-        """From now on ``tensor`` is what ``node`` computes."""
-        known = self._known[id(tensor)] = Known(weakref.ref(tensor), node, **facts)
-        self._strangers.pop(id(tensor), None)
-        with torch._C.DisableTorchFunction():  # the run may be on its way, which would trace the sizes
-            node.meta.setdefault("dtype", tensor.dtype)
-            node.meta.setdefault("shape", tuple(tensor.shape))
-            strided = tensor.layout is torch.strided
-            node.meta.setdefault("contiguous", strided and tensor.is_contiguous())
-            if strided and tensor.dim() == 4:
-                node.meta.setdefault("channels_last", tensor.is_contiguous(memory_format=torch.channels_last))
-        return known
-
-    def alias(self, tensor: Tensor, source: Tensor) -> Tensor:
-        """``tensor`` is the same value as ``source``; returns it."""
-        known = self.known(source)
-        if known is not None and tensor is not source:
-            self._known[id(tensor)] = Known(
-                weakref.ref(tensor), known.node, known.static, known.qparams, known.tag, known.value
-            )
-        return tensor
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node for any tensor that an op is given."""
@@ -225,10 +93,6 @@ class GraphRecorder:
         self._describe(node)
         return node
 
-    def changed_state(self) -> set[str]:
-        """Paths of the model's tensors that hold something else after a run."""
-        return {name for name, tensor in self._attributes.items() if memory_of(tensor) in self._varying & self._state}
-
     def write_back(self, output: Any) -> Any:
         """Have the graph write what the code assigned to buffers and attributes, if it reads what they were, to the
         tensors that it holds for them; returns the output, which must not see that.
@@ -262,45 +126,6 @@ class GraphRecorder:
             for (before, _), value in zip(assigned, values, strict=True):
                 self.call(torch.Tensor.copy_, (before, value), {})
         return output
-
-    def attribute(self, name: str, tensor: Tensor) -> fx.Node:
-        """A ``get_attr`` node for ``tensor``, registered as ``name`` or, if that is taken, a name like it."""
-        held = self._attributes.get(name)
-        if held is not None and held is not tensor:
-            name = self._fresh(name)
-        if name not in self._attributes:
-            module, last = self._owner(name)
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(last, nn.Parameter(tensor.detach(), requires_grad=False))
-            else:
-                module.register_buffer(last, tensor.detach().clone())  # as it is before the run writes to it
-            self._attributes[name] = tensor
-            self._kept.append(tensor)
-        node = self.graph.create_node("get_attr", name, name=identifier(name))
-        node.meta.update(dtype=tensor.dtype, shape=tuple(tensor.shape))
-        return node
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that holds what is called ``name``, made if it is not there, and the last part of the name."""
-        *path, last = name.split(".")
-        module = self.root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module._modules[part]  # type: ignore[assignment]
-        return module, last
-
-    def _fresh(self, name: str) -> str:
-        number = 0
-        while f"{name}_{number}" in self._attributes:
-            number += 1
-        return f"{name}_{number}"
-
-    def part(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made once per ``key`` and held by the graph's run."""
-        if key not in self._parts:
-            self._parts[key] = make()
-        return self._parts[key]
 
     def weight(self, name: str, int8: Tensor, scale: Tensor) -> Tensor:
         """Dequantizes int8 ``[out, ...]`` held as ``{name}_int8`` by float32 ``[out]`` held as ``{name}_scale``."""
@@ -336,19 +161,6 @@ class GraphRecorder:
 
         return self.part(key, make)
 
-    def parameter_part(self, ref: ParameterRef, tensor: Tensor) -> Tensor:
-        """A parameter, or a part of one as a tensor of its own."""
-        if ref.whole:
-            return tensor
-
-        def make() -> Tensor:
-            value = tensor.detach().clone()
-            self._names[id(value)] = self._fresh(str(ref))
-            self._kept.append(value)
-            return value
-
-        return self.part(("part", *ref.key, ref.geometry), make)
-
     # Calls
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: dict, name: str | None = None) -> Any:
@@ -377,16 +189,6 @@ class GraphRecorder:
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), base_name(target))
-
-    def _note_writes(self, written: set[int | None], given: Sequence[Tensor], static: bool) -> None:
-        for memory in written & {memory_of(t) for t in given} - {None}:
-            self._written[memory] += 1  # type: ignore[index]
-            if not static or memory in self._state:
-                self._varying.add(memory)
-
-    def writes_to(self, tensor: Tensor) -> int:
-        """How often the memory of ``tensor`` was written to."""
-        return self._written[memory_of(tensor)]  # type: ignore[index]
 
     def _constant(self, tensor: Tensor) -> fx.Node:
         """The node of a tensor that each call makes anew, and always the same: the graph copies one that it holds."""
@@ -419,11 +221,6 @@ class GraphRecorder:
         self._drawn_since = self._drawn_since or not at_start
         return torch.initial_seed() != self._seed or (at_start and self._drawn_since)
 
-    def name(self, tensor: Tensor, name: str) -> None:
-        """What to call a tensor that the graph will hold."""
-        self._names.setdefault(id(tensor), name)
-        self._kept.append(tensor)
-
     def _adaptive(self, x: Tensor, sizes: Any) -> Any:
         """Output sizes of an adaptive pool; None stands for the input's."""
         if not isinstance(sizes, (list, tuple)):
@@ -454,15 +251,6 @@ class GraphRecorder:
         node = self.graph.create_node("call_module", path, self._argument(args), name=identifier(path))
         self._describe(node)
         return self._bind_result(self.execute(module, args, {}), node, False, list(args), "module")
-
-    def _describe(self, node: fx.Node) -> None:
-        line = user_line()
-        node.meta.update(path=self.path, site=line, op=self.op)
-        file, _, number = line.partition(":")
-        node.stack_trace = f'  File "{file}", line {number or 0}, in {self.path or "forward"}\n'
-
-    def _node_name(self, base: str) -> str:
-        return identifier(self.path if self.op == self.path else f"{self.path}.{base}")
 
     def _is_static(self, arguments: Sequence[Any]) -> bool:
         for leaf in leaves(arguments):
@@ -530,34 +318,6 @@ class GraphRecorder:
 
     # Numbers
 
-    def scalar(self, function: Callable, args: tuple) -> Any:
-        """Record arithmetic on numbers."""
-        nodes = tuple(a.fx_node if isinstance(a, Traced) else a for a in args)
-        function = pow if function is operator.pow else function  # printed as **, which binds closer than a minus
-        result = function(*map(untraced, args))
-        if len(nodes) == 2 and nodes[0] is nodes[1] and isinstance(result, bool):
-            return result
-        key = (function, *((type(n), n) for n in nodes))
-        if key not in self._scalars:
-            node = self.graph.call_function(function, nodes)
-            self._describe(node)
-            self._scalars[key] = traced(result, node, self)
-        found = self._scalars[key]
-        return found.decided() if self.sizes is Sizes.COMPARED and isinstance(result, bool) else found
-
-    def size(self, tensor: Tensor, dim: int) -> Any:
-        """One size of a tensor, free unless it depends on no input."""
-        known = self.known(tensor)
-        if not self.symbolic or known is None or known.static:  # written to or not, its size stays
-            return tensor.shape[dim]
-        key = ("size", known.node, dim % tensor.dim())
-        if key not in self._scalars:
-            base = f"{known.node.name}_size_{dim % tensor.dim()}"
-            node = self.graph.create_node("call_method", "size", (known.node, dim % tensor.dim()), name=base)
-            self._describe(node)
-            self._scalars[key] = traced(tensor.shape[dim], node, self)
-        return self._scalars[key]
-
     def number(self, tensor: Tensor, method: str, *args: Any) -> Any:
         """``tensor.method(*args)``, a number that is read from the tensor or its shape."""
         value = self.execute(getattr(torch.Tensor, method), (tensor, *args), {})
@@ -575,79 +335,6 @@ class GraphRecorder:
             node.meta["place"] = self.place()
         return traced(value, node, self)
 
-    def decide(self, traced: Traced) -> None:
-        if self._reads_values(traced.fx_node):
-            self.value_decisions += 1
-            self._require_one_outcome(traced)
-        self.check(traced.fx_node, traced.value, "a number that the code decides on")
-
-    def place(self) -> tuple[str, int]:
-        """The line that reads a number now, and how often it did before."""
-        line = user_line()
-        self._read[line] += 1
-        return line, self._read[line] - 1
-
-    def _require_one_outcome(self, traced: Traced) -> None:
-        """Raise if the numbers that calibration read would have decided otherwise."""
-        reads = [n for n in ancestors(traced.fx_node) if n.meta.get("reads")]
-        if len(reads) != 1:
-            return
-        seen = self.numbers.get(reads[0].meta["place"], ())
-        outcomes = {evaluated(traced.fx_node, reads[0], number) for number in seen} - {None}
-        if len(outcomes | {traced.value}) > 1:
-            raise SeveralPathsError(
-                "one graph cannot stand for a model whose code decides on values",
-                path=self.path, expected="one outcome in calibration", got=f"{len(outcomes)} outcomes at {user_line()}",
-                hint="dbrq.lower lowers the parts of such a model and leaves the code that decides as it is",
-            )  # fmt: skip
-
-    def _reads_values(self, node: fx.Node) -> bool:
-        """Whether a number depends on elements of a tensor, not on shapes only."""
-        if node.op == "placeholder" or node.target in ("size", "numel", "stride", len):
-            return False
-        return any("dtype" in n.meta or self._reads_values(n) for n in node.all_input_nodes)
-
-    def check(self, node: fx.Node, value: Any, what: str, where: fx.Node | None = None) -> None:
-        """Have the graph assert that ``node`` is ``value``, which ``where`` needs; the present line by default."""
-        if (node, value) in self._decided:
-            return
-        self._decided.add((node, value))
-        condition = node
-        if value is not True:
-            condition = self.graph.call_function(operator.eq, (node, value))
-            self._describe(condition)
-        path, line = (self.path, user_line()) if where is None else (where.meta["path"], where.meta["site"])
-        place = f"module {path or '<root>'}, {line}"
-        self.decisions.append(f"{what} was {value} ({place})")
-        message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
-        self._describe(self.graph.call_function(torch._assert, (condition, message)))
-
-    def hold_layouts(self) -> None:
-        """Have the graph assert the layout of inputs that decides which elements are read, or whether a write reaches a
-        value or a copy of it.
-        """
-        memory = Memory(self.graph)
-        for node in list(self.graph.nodes):
-            if called(node) in BY_MEMORY or (called(node) in AS_LAID_OUT and memory.is_written(node)):
-                with self.graph.inserting_before(node):
-                    self.hold_layouts_behind(node)
-
-    def hold_layouts_behind(self, node: fx.Node) -> None:
-        """Have the graph assert the layouts of all inputs that ``node`` was computed from.
-
-        The value's own would not do: kernels that stand for the ops between may choose another.
-        """
-        for source in tensors_behind(node):
-            if source.op == "placeholder" and source not in self._laid_out:
-                self._laid_out.add(source)
-                flag = self.graph.call_method("is_contiguous", (source,))
-                self._describe(flag)
-                self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
-                if not source.meta["contiguous"] and "channels_last" in source.meta:
-                    flag = self.graph.call_method("is_contiguous", (source,), {"memory_format": torch.channels_last})
-                    self._describe(flag)
-                    self.check(flag, source.meta["channels_last"], "whether an input is channels_last", node)
-
     # Quantized values
 
     def quantized(self, tensor: Tensor, qparams: QParams) -> Tensor:
@@ -661,64 +348,6 @@ class GraphRecorder:
         known.qparams = qparams
         return result
 
-    # Values made out of sight
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """See ops that nobody recorded."""
-        with _OutOfSight(self):
-            yield
-
-    def out_of_sight(self, func: Any, given: Any, result: Any) -> None:
-        if self._executing:
-            return
-        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-        if any(self.depends(t) for t in tensors):
-            made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-            if func._schema.is_mutable:
-                made += tensors[:1]
-            for tensor in made:
-                self._known.pop(id(tensor), None)
-                place = f"{user_line()} in module {self.path or '<root>'} by {func}"
-                self._strangers[id(tensor)] = weakref.ref(tensor), place
-
-    def depends(self, tensor: Tensor) -> bool:
-        """Whether the elements of ``tensor`` depend on an input."""
-        known = self.known(tensor)
-        stranger = self._strangers.get(id(tensor))
-        if (memory := memory_of(tensor)) in self._varying and (known is not None or memory in self._state):
-            return True
-        return (known is not None and not known.static) or (stranger is not None and stranger[0]() is tensor)
-
-
-class _OutOfSight(TorchDispatchMode):
-    def __init__(self, recorder: GraphRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():  # it is no call of the user's code
-            result = func(*args, **(kwargs or {}))
-        self.recorder.out_of_sight(func, (args, kwargs), result)
-        return result
-
-
-def _shared_memory(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """For tensors that are parts of another one of them: that other one, by their ids."""
-    found: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        if (memory := memory_of(tensor)) is not None and tensor.numel():
-            found.setdefault((memory, tensor.dtype), []).append(tensor)
-    bases: dict[int, Tensor] = {}
-    for group in found.values():
-        base = max(group, key=torch.Tensor.numel)
-        start = base.storage_offset()
-        for tensor in group:
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            inside = start <= tensor.storage_offset() and tensor.storage_offset() + last < start + base.numel()
-            if tensor is not base and base.is_contiguous() and inside:
-                bases[id(tensor)] = base
-    return bases
 
 
 def _is_borrowed(tensor: Tensor) -> bool:

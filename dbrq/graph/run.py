@@ -28,7 +28,7 @@ from ..eager.weights import norm_scale, norm_shift
 from ..errors import DeviationError, RewriteError
 from ..kernels import along, ints
 from ..kernels.known_faults import plain_dilation
-from ..kernels.script_recurrent import recurrent
+from ..kernels.script.recurrent import recurrent
 from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
 from ..op_facts import writes
 from ..pytree import tree_leaves, tree_map

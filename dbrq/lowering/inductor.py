@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
 from ..exporting.program import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
 from ..graph.nodes import DEQUANTIZE, remove_dead
-from ..graph.recorder import ONE_PATH
 from ..graph.signature import check_absent, check_input
+from ..graph.writer import ONE_PATH
 from ..kernels import ints
 from ..kernels.known_faults import Geometry, fault_of, plain_dilation
 from ..op_facts import writes
