@@ -18,7 +18,7 @@ from . import script, stock, trials
 from .formulations import IN_LEVELS, Call, Way, geometry_of, in_levels, in_way, ways
 from .known_faults import Geometry
 
-#: Types of the result by ``script._Kernel.kind``.
+#: Types of the result by ``script.Kernel.kind``.
 _DTYPES = (torch.uint8, torch.float32, torch.bfloat16)
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ..errors import RewriteError
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, choice, ints, script
-from ..kernels.script_recurrent import Recurrent, RecurrentCell
+from ..kernels.script.recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
 from ..op_facts import called, family, is_random, is_unsaid, is_written, writes
 from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, qparams_of, row_of

@@ -1,4 +1,4 @@
-"""LSTM, GRU, RNN and their cells with dynamic int8 products, as modules that TorchScript takes; see ``recurrent.py``.
+"""LSTM, GRU, RNN and their cells with dynamic int8 products, as in ``eager.recurrent``.
 
 They take plain batches, no ``PackedSequence``.
 """
@@ -11,8 +11,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .qparams import QParams
-from .script import DynamicLinear
+from ..qparams import QParams
+from .linear import DynamicLinear
 
 _LSTM, _GRU, _TANH, _RELU = range(4)
 

@@ -1,0 +1,141 @@
+"""Values from float to integers and back, and from some integers to others."""
+
+# ruff: noqa: RUF012 (TorchScript reads ``__constants__`` as it is)
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..qparams import ROUND, QParams
+
+
+def _bits(x: Tensor) -> Tensor:
+    """int32 whose low 8 bits are those of a float32 tensor of shifted levels.
+
+    ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the
+    number itself serves, since ``ROUND`` is a multiple of 256.
+    """
+    if x.is_contiguous():
+        return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.empty([0], dtype=torch.int32).set_(x.permute([0, 2, 3, 1]), 0, x.size(), x.stride())
+    return x.to(torch.int32)
+
+
+class Quantize(nn.Module):
+    """float32 or bfloat16 -> uint8 of the same shape, rounding half to even.
+
+    ``channels_last``: write 4-d results in that layout, in the same pass.
+    """
+
+    __constants__ = ["channels_last", "high", "inverse", "low"]
+    shift: Tensor
+
+    def __init__(self, qparams: QParams, channels_last: bool = False) -> None:
+        super().__init__()
+        self.inverse = 1.0 / qparams.scale
+        self.low, self.high = ROUND + qparams.quant_min, ROUND + qparams.quant_max
+        self.channels_last = channels_last
+        self.register_buffer("shift", torch.tensor(ROUND + qparams.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        bits = _bits(torch.add(self.shift, x, alpha=self.inverse).clamp_(self.low, self.high))
+        if self.channels_last and x.dim() == 4:
+            return bits.to(torch.uint8, memory_format=torch.channels_last)
+        return bits.to(torch.uint8)
+
+
+class QuantizeImage(nn.Module):
+    """float32 ``[N, 3, H, W]`` -> uint8 ``[N, 4, H + 2 ph, W + 2 pw]`` in channels_last, the fourth channel 0.
+
+    The three levels of a pixel are put into one number, which float32 holds exactly, and that as an integer is the
+    pixel's four bytes: much less work than moving bytes about. Padding is the zero point.
+    """
+
+    __constants__ = ["fill", "high", "inverse", "low", "padding", "pads", "round"]
+    shift: Tensor
+
+    def __init__(self, qparams: QParams, padding: Sequence[int]) -> None:
+        super().__init__()
+        self.inverse = 1.0 / qparams.scale
+        self.low, self.high = ROUND + qparams.quant_min, ROUND + qparams.quant_max
+        self.padding = (padding[1], padding[1], padding[0], padding[0])
+        self.pads, self.round = any(padding), ROUND
+        self.fill = float(qparams.zero_point * (1 + 256 + 65536))
+        self.register_buffer("shift", torch.tensor(ROUND + qparams.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 4 and x.size(1) == 3, "dbrq: this graph takes images of 3 channels"
+        assert x.numel() > 0, "dbrq: int8 kernels take no empty batch"
+        if x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        levels = torch.add(self.shift, x, alpha=self.inverse).clamp_(self.low, self.high).sub_(self.round)
+        pixels = torch.add(levels.select(1, 0), levels.select(1, 1), alpha=256.0).add_(
+            levels.select(1, 2), alpha=65536.0
+        )
+        if self.pads:
+            pixels = torch.constant_pad_nd(pixels, self.padding, self.fill)
+        words = pixels.to(torch.int32).contiguous()
+        n, h, w = words.size(0), words.size(1), words.size(2)
+        return torch.empty([0], dtype=torch.uint8).set_(words, 0, [n, 4, h, w], [4 * h * w, 1, 4 * w, 4])
+
+
+class AverageToInt8(nn.Module):
+    """Averaged uint8 levels, in float32 -> uint8 with other qparams."""
+
+    __constants__ = ["high", "low", "ratio", "zero_point"]
+    shift: Tensor
+
+    def __init__(self, old: QParams, new: QParams) -> None:
+        super().__init__()
+        self.ratio, self.zero_point = old.scale / new.scale, old.zero_point
+        self.low, self.high = ROUND + new.quant_min, ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(ROUND + new.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.zero_point != 0:
+            x = x - self.zero_point
+        return _bits(torch.add(self.shift, x, alpha=self.ratio).clamp_(self.low, self.high)).to(torch.uint8)
+
+
+class Requantize(nn.Module):
+    """uint8 with one scale and zero point -> uint8 with others."""
+
+    __constants__ = ["high", "low", "ratio", "zero_point"]
+
+    def __init__(self, old: QParams, new: QParams) -> None:
+        super().__init__()
+        self.ratio = old.scale / new.scale
+        self.zero_point = old.zero_point
+        self.low, self.high = ROUND + new.quant_min, ROUND + new.quant_max
+        self.register_buffer("shift", torch.tensor(ROUND + new.zero_point, dtype=torch.float32))
+
+    def forward(self, q: Tensor) -> Tensor:
+        levels = q.to(torch.float32).sub_(self.zero_point)
+        return _bits(torch.add(self.shift, levels, alpha=self.ratio).clamp_(self.low, self.high)).to(torch.uint8)
+
+
+def dequantize(q: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
+    """uint8 -> float32 or bfloat16."""
+    levels = q.to(torch.float32)
+    if zero_point != 0:
+        levels.sub_(zero_point)
+    return levels.mul_(scale).to(dtype)
+
+
+def levels(q: Tensor) -> Tensor:
+    """The integers, as float32."""
+    return q.to(torch.float32)
+
+
+def scale_levels(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """What averaged integers mean."""
+    return x.sub_(zero_point).mul_(scale)
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """int8 ``[out, ...]`` -> float32."""
+    return weight.to(torch.float32) * scale.reshape([-1] + [1] * (weight.dim() - 1))
