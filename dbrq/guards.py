@@ -1,6 +1,6 @@
 """What a converted model refuses, and says so before anything changes: other devices and dtypes, training, gradients.
 
-The refusals are extensions of the module instances (attachment.py), on leaves too, so that ``model.half()``,
+The refusals are extensions of the module instances (hidden_state.py), on leaves too, so that ``model.half()``,
 ``model.layer.half()`` and ``Sequential(model).half()`` meet them alike.
 """
 

@@ -40,7 +40,8 @@ class AutoQuantizationState(nn.Module):
         weight_fake_quants: op path -> fake quantize of its weight, in quantization aware training.
         scale, zero_point, quant_min, quant_max: after conversion, the qparams of the values in ``slots`` as the model
             was made with them, each ``[n]``: float32, int64, and uint8 twice.
-        parts: number of a call -> the module lowered for that call, for each origin of its inputs (lowering/parts.py).
+        parts: number of a call -> the module lowered for that call, for each origin of its inputs
+            (lowering/submodules.py).
         anchor: an empty parameter where conversion left the module none, for code that asks
             ``next(self.parameters())``.
     """

@@ -1,6 +1,6 @@
 """``rewrite``: from a converted model to a ``torch.fx.GraphModule`` in Q/DQ form.
 
-The graph is recorded from one run (graph_run.py), so Python control flow is resolved by that run. What the run
+The graph is recorded from one run (graph/run.py), so Python control flow is resolved by that run. What the run
 depended on is asserted in the graph: ranks and dtypes of the inputs, and every number that steered a decision.
 """
 

@@ -3,7 +3,7 @@
 As weight standardization does. Such a weight is as constant as the parameters are. Conversion computes it once more,
 from the parameters as they are by then (training may have changed them), and quantizes the result. The user's Python
 goes on computing it in float, so each run of a converted model can tell whether it is still the weight that was
-quantized (``weights.rounds_to``).
+quantized (``rounds_to`` in eager/weights.py).
 """
 
 from __future__ import annotations

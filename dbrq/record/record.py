@@ -283,7 +283,7 @@ class SeenCall:
 
 @dataclass(eq=False)
 class Record:
-    """What was seen in one run, or in all runs together (paths.py).
+    """What was seen in one run, or in all runs together (merge.py).
 
     Attributes:
         ops: every op that read values, in order of appearance.

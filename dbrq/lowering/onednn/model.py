@@ -47,7 +47,7 @@ class OneDNNModel(LoweredModel):
     threads.
 
     Attributes:
-        max_plans: plans kept; see ``plans``.
+        max_plans: plans kept, one for each set of input shapes (execution.py).
         lowering: the log of what became of the graph.
     """
 
