@@ -7,7 +7,6 @@ adding a row; a role with no executor yet also needs one in ``eager/ops.py``.
 import ast
 import enum
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import macs
 from .kernels import PostOp
+from .macs import Multiplied
 
 
 class Role(enum.Enum):
@@ -69,7 +70,7 @@ class OpRow:
     post_op: Callable[[Sequence[Any]], PostOp | None] | None = None
     ndim: int = 0
     reason: str = ""
-    macs: Callable[["Multiplied"], int] | None = None
+    macs: Callable[[Multiplied], int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,106 +142,6 @@ def _defaults(params: str) -> dict[str, Any]:
     return {name: ast.literal_eval(value) for name, equals, value in pairs if equals}
 
 
-@dataclass(frozen=True)
-class Multiplied:
-    """A call of an op that multiplies and accumulates.
-
-    Attributes:
-        bound: its arguments in the row's order.
-        shapes: of all tensors among them.
-        result: shape of the first result.
-        module: the leaf module that the op is, if it is one.
-    """
-
-    bound: Sequence[Any]
-    shapes: Sequence[tuple[int, ...]]
-    result: tuple[int, ...]
-    module: nn.Module | None = None
-
-
-def _with_weight(slot: int) -> Callable[[Multiplied], int]:
-    """Each element of the result meets all weights of its output channel."""
-    return lambda call: math.prod(call.result) * math.prod(call.bound[slot].shape[1:])
-
-
-def _transposed(call: Multiplied) -> int:
-    """Each element of the input meets all weights of its channel."""
-    weight: Any = call.bound[1] if call.module is None else call.module.weight
-    return math.prod(call.shapes[0]) * math.prod(weight.shape[1:])
-
-
-def _product(slot: int) -> Callable[[Multiplied], int]:
-    """Each element of the result is a sum over the last dimension of one argument."""
-    return lambda call: math.prod(call.result) * (call.bound[slot].shape[-1] if call.bound[slot].dim() else 1)
-
-
-def _all_of(*slots: int) -> Callable[[Multiplied], int]:
-    """All elements of the first argument meet the last dimension of the second; of vectors, those of the first."""
-    return lambda call: math.prod(call.bound[slots[0]].shape) * (call.bound[slots[1]].shape[-1] if slots[1:] else 1)
-
-
-def _tensordot(call: Multiplied) -> int:
-    """Sizes that are kept, times those that are summed over: each is in two of the three shapes."""
-    return math.isqrt(math.prod(math.prod(shape) for shape in (*call.shapes[:2], call.result)))
-
-
-def _grouped(call: Multiplied) -> int:
-    """Rows, or what is summed over, are dealt out to the groups where an operand has no dimension for them."""
-    (a, b), last = call.shapes[:2], call.shapes[1][-1]
-    return math.prod(a[-2:] if len(b) == 2 else a) * last
-
-
-def _chain(call: Multiplied) -> int:
-    """In the order that takes least, which is torch's."""
-    sizes = [shape[0] if len(shape) > 1 or i else 1 for i, shape in enumerate(call.shapes)]
-    sizes.append(call.shapes[-1][-1] if len(call.shapes[-1]) > 1 else 1)
-
-    @functools.cache
-    def least(first: int, last: int) -> int:
-        cuts = range(first + 1, last)
-        return min((least(first, cut) + least(cut, last) + sizes[first] * sizes[cut] * sizes[last] for cut in cuts),
-                   default=0)  # fmt: skip
-
-    return least(0, len(sizes) - 1)
-
-
-def _einsum(call: Multiplied) -> int:
-    """Two by two from the left, as torch computes it without a path; what nothing reads later is summed away."""
-    equation = call.bound[0]
-    if not isinstance(equation, str):  # lists of labels between the operands; rare
-        return 0
-    given, _, wanted = equation.replace(" ", "").partition("->")
-    sizes: dict[str, int] = {}
-    terms: list[str] = []
-    for term, shape in zip(given.split(","), call.shapes, strict=True):
-        dots = len(shape) - len(term.replace("...", ""))
-        terms.append(term.replace("...", "".join(map(chr, range(0x100 + 64 - dots, 0x100 + 64)))))  # from the right
-        for label, size in zip(terms[-1], shape, strict=True):
-            sizes[label] = max(sizes.get(label, 1), size)
-    if "->" not in equation:
-        wanted = "..." + "".join(label for label in sizes if "".join(terms).count(label) == 1)
-    kept = {label for label in sizes if label in wanted or (label >= "\u0100" and "..." in wanted)}
-    total, made = 0, set(terms[0])
-    for i, term in enumerate(terms[1:], start=1):
-        made |= set(term)
-        total += math.prod(sizes[label] for label in made)
-        made &= kept.union(*terms[i + 1 :])
-    return total
-
-
-def _attention(call: Multiplied) -> int:
-    """Scores, and the sums that they weigh."""
-    query, key, value = call.shapes[:3]
-    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _recurrent(call: Multiplied) -> int:
-    """Each step meets all matrices once."""
-    assert call.module is not None
-    steps = 1 if len(call.shapes[0]) == 1 else math.prod(call.shapes[0][:-1])  # or of a PackedSequence's data
-    return steps * sum(p.numel() for p in call.module.parameters() if p.dim() == 2)
-
-
 def _hardtanh(args: Sequence[Any]) -> PostOp | None:
     low, high = args[1], args[2]
     if isinstance(low, (int, float)) and isinstance(high, (int, float)):
@@ -263,17 +164,17 @@ _NO_TRANSPOSED = "stock torch has no transposed convolution on plain integers"
 _COMPUTE = [
     *(
         OpRow(f"conv{n}d", Role.COMPUTE, _CONV_PARAMS, (getattr(torch, f"conv{n}d"),),
-              modules={getattr(nn, f"Conv{n}d"): _CONV}, ndim=n, macs=_with_weight(1))
+              modules={getattr(nn, f"Conv{n}d"): _CONV}, ndim=n, macs=macs.with_weight(1))
         for n in (1, 2, 3)
     ),
     OpRow("linear", Role.COMPUTE, "input weight bias=None", (F.linear,), modules={nn.Linear: "weight bias"},
-          macs=_with_weight(1)),
+          macs=macs.with_weight(1)),
     OpRow("matmul", Role.COMPUTE, "input other", (torch.matmul, torch.bmm), ("matmul", "bmm", "__matmul__"),
-          operators=(operator.matmul,), macs=_product(0)),
+          operators=(operator.matmul,), macs=macs.product(0)),
     *(
         OpRow(f"conv_transpose{n}d", Role.FLOAT, _TRANSPOSED, (getattr(torch, f"conv_transpose{n}d"),),
               modules={getattr(nn, f"ConvTranspose{n}d"): ""}, weight_axis=1, ndim=n, reason=_NO_TRANSPOSED,
-              macs=_transposed)
+              macs=macs.transposed)
         for n in (1, 2, 3)
     ),
 ]  # fmt: skip
@@ -287,12 +188,12 @@ _WEIGHTS = [
     OpRow("embedding", Role.EMBEDDING, _EMBEDDING_PARAMS, (F.embedding,), modules={nn.Embedding: _EMBEDDING_PARAMS[6:]},
           variants={torch.embedding: "weight input padding_idx=-1 scale_grad_by_freq=False sparse=False"}),
     OpRow("embedding_bag", Role.EMBEDDING, _BAG_PARAMS, (F.embedding_bag,), modules={nn.EmbeddingBag: ""}),
-    OpRow("lstm", Role.RECURRENT, modules={nn.LSTM: ""}, macs=_recurrent),
-    OpRow("gru", Role.RECURRENT, modules={nn.GRU: ""}, macs=_recurrent),
-    OpRow("rnn", Role.RECURRENT, modules={nn.RNN: ""}, macs=_recurrent),
-    OpRow("lstm_cell", Role.RECURRENT, modules={nn.LSTMCell: ""}, macs=_recurrent),
-    OpRow("gru_cell", Role.RECURRENT, modules={nn.GRUCell: ""}, macs=_recurrent),
-    OpRow("rnn_cell", Role.RECURRENT, modules={nn.RNNCell: ""}, macs=_recurrent),
+    OpRow("lstm", Role.RECURRENT, modules={nn.LSTM: ""}, macs=macs.recurrent),
+    OpRow("gru", Role.RECURRENT, modules={nn.GRU: ""}, macs=macs.recurrent),
+    OpRow("rnn", Role.RECURRENT, modules={nn.RNN: ""}, macs=macs.recurrent),
+    OpRow("lstm_cell", Role.RECURRENT, modules={nn.LSTMCell: ""}, macs=macs.recurrent),
+    OpRow("gru_cell", Role.RECURRENT, modules={nn.GRUCell: ""}, macs=macs.recurrent),
+    OpRow("rnn_cell", Role.RECURRENT, modules={nn.RNNCell: ""}, macs=macs.recurrent),
     OpRow("batch_norm", Role.NORM,
           "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-5", (F.batch_norm,),
           modules=dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -460,34 +361,34 @@ _FLOAT = [
     ),
     OpRow("scaled_dot_product_attention", Role.FLOAT,
           "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
-          (F.scaled_dot_product_attention,), reason=_NO_INT8, macs=_attention),
+          (F.scaled_dot_product_attention,), reason=_NO_INT8, macs=macs.attention),
     *(
         OpRow(name, Role.FLOAT, "input decimals=0" if name == "round" else "input", (getattr(torch, name),), (name,),
               operators={"abs": (abs,), "neg": (operator.neg,)}.get(name, ()), reason=_NO_INT8)
         for name in ("abs", "square", "exp", "sqrt", "round", "neg", "reciprocal", "rsqrt")
     ),
     OpRow("pow", Role.FLOAT, "input exponent", (torch.pow,), ("pow",), reason=_NO_INT8),
-    OpRow("mm", Role.FLOAT, "input other", (torch.mm,), ("mm",), reason=_NO_INT8, macs=_product(0)),
-    OpRow("mv", Role.FLOAT, "input vec", (torch.mv,), ("mv",), reason=_NO_INT8, macs=_all_of(0)),
-    OpRow("dot", Role.FLOAT, "input tensor", (torch.dot,), ("dot",), reason=_NO_INT8, macs=_all_of(0)),
-    OpRow("inner", Role.FLOAT, "input other", (torch.inner,), ("inner",), reason=_NO_INT8, macs=_product(0)),
-    OpRow("linalg_matmul", Role.FLOAT, "input other", (torch.linalg.matmul,), reason=_NO_INT8, macs=_product(0)),
+    OpRow("mm", Role.FLOAT, "input other", (torch.mm,), ("mm",), reason=_NO_INT8, macs=macs.product(0)),
+    OpRow("mv", Role.FLOAT, "input vec", (torch.mv,), ("mv",), reason=_NO_INT8, macs=macs.all_of(0)),
+    OpRow("dot", Role.FLOAT, "input tensor", (torch.dot,), ("dot",), reason=_NO_INT8, macs=macs.all_of(0)),
+    OpRow("inner", Role.FLOAT, "input other", (torch.inner,), ("inner",), reason=_NO_INT8, macs=macs.product(0)),
+    OpRow("linalg_matmul", Role.FLOAT, "input other", (torch.linalg.matmul,), reason=_NO_INT8, macs=macs.product(0)),
     OpRow("addmm", Role.FLOAT, "input mat1 other beta=1 alpha=1", (torch.addmm,), ("addmm",), ("addmm_",),
-          reason=_NO_INT8, macs=_product(1)),
+          reason=_NO_INT8, macs=macs.product(1)),
     OpRow("addmv", Role.FLOAT, "input mat vec beta=1 alpha=1", (torch.addmv,), ("addmv",), ("addmv_",),
-          reason=_NO_INT8, macs=_all_of(1)),
+          reason=_NO_INT8, macs=macs.all_of(1)),
     OpRow("baddbmm", Role.FLOAT, "input batch1 batch2 beta=1 alpha=1", (torch.baddbmm,), ("baddbmm",), ("baddbmm_",),
-          reason=_NO_INT8, macs=_product(1)),
+          reason=_NO_INT8, macs=macs.product(1)),
     OpRow("addbmm", Role.FLOAT, "input batch1 batch2 beta=1 alpha=1", (torch.addbmm,), ("addbmm",), ("addbmm_",),
-          reason=_NO_INT8, macs=_all_of(1, 2)),
+          reason=_NO_INT8, macs=macs.all_of(1, 2)),
     OpRow("bilinear", Role.FLOAT, "input1 input2 weight bias=None", (F.bilinear,), reason=_NO_INT8,
-          macs=_with_weight(2)),
-    OpRow("einsum", Role.FLOAT, "equation operands=None", (torch.einsum,), reason=_NO_INT8, macs=_einsum),
-    OpRow("tensordot", Role.FLOAT, "a b dims=2 out=None", (torch.tensordot,), reason=_NO_INT8, macs=_tensordot),
-    OpRow("chain_matmul", Role.FLOAT, "matrices", (torch.chain_matmul,), reason=_NO_INT8, macs=_chain),
-    OpRow("multi_dot", Role.FLOAT, "input", (torch.linalg.multi_dot,), reason=_NO_INT8, macs=_chain),
+          macs=macs.with_weight(2)),
+    OpRow("einsum", Role.FLOAT, "equation operands=None", (torch.einsum,), reason=_NO_INT8, macs=macs.einsum),
+    OpRow("tensordot", Role.FLOAT, "a b dims=2 out=None", (torch.tensordot,), reason=_NO_INT8, macs=macs.tensordot),
+    OpRow("chain_matmul", Role.FLOAT, "matrices", (torch.chain_matmul,), reason=_NO_INT8, macs=macs.chain),
+    OpRow("multi_dot", Role.FLOAT, "input", (torch.linalg.multi_dot,), reason=_NO_INT8, macs=macs.chain),
     OpRow("grouped_mm", Role.FLOAT, "input other offs=None bias=None out_dtype=None", (torch._grouped_mm,),
-          reason=_NO_GROUPS, macs=_grouped),
+          reason=_NO_GROUPS, macs=macs.grouped),
 ]  # fmt: skip
 
 TABLE: tuple[OpRow, ...] = (*_COMPUTE, *_WEIGHTS, *_ELEMENTWISE, *_INTEGER, *_ACTIVATIONS, *_PASS, *_FLOAT)

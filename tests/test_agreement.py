@@ -17,8 +17,8 @@ from dbrq import selfcheck
 from dbrq.graph import agreement
 from dbrq.graph.agreement import Reference
 from dbrq.graph.difference import difference
-from dbrq.graph.trials import Trial, perturbed
 from dbrq.graph.nodes import QUANTIZE
+from dbrq.graph.trials import Trial, perturbed
 from dbrq.inspection.report import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel

@@ -19,7 +19,7 @@ import enum
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,9 @@ import torch
 from ..fusion import find_chains, step_of
 from ..mappings import Role
 from ..record.record import Decision, Read, Record, SeenOp, Step, Tag
+from .families import Families, root_of
 from .qconfigs import kind, symmetric_weight
+from .reasons import _FLOAT_REASONS, kernel_of, unsuitable
 
 _MAKES_WEIGHTS = "it computes a weight, which is rounded as a whole"
 _SOFT = (Role.ELEMENTWISE, Role.POOL, Role.SHARE)
@@ -80,7 +82,7 @@ class Placement:
         self.chained = {id(op): head for head in heads for op in self.chains.get(id(head), ())}
         self.soft = {id(op) for op in record.hooked() if self._may_be_soft(op)}
         self._is_hard = {id(op) for op in self.hard}
-        self._families = _Families(record)
+        self._families = Families(record)
         self._find_levels()
         self._settle()
         self._sources: dict[int, int] = {}
@@ -174,7 +176,7 @@ class Placement:
         if not reason and kind(op.qconfig)[0] != "static":
             reason = kind(op.qconfig)[1] or "element-wise ops take a static qconfig"
         if not reason:
-            reason = next(filter(None, (_unsuitable(op, c) for c in (op.constants, *op.other_constants))), "")
+            reason = next(filter(None, (unsuitable(op, c) for c in (op.constants, *op.other_constants))), "")
         if not reason and any(self.record.values[v].info.dtype is not torch.float32 for _, v in op.activations):
             reason = "its inputs are not float32"
         if reason:
@@ -355,7 +357,7 @@ class Placement:
 
     def key(self, vid: int) -> int:
         """The id under which the qparams of a value are kept: its own, or that of what it moves or shares with."""
-        return _root(self._parents, self._source(vid))
+        return root_of(self._parents, self._source(vid))
 
     def _share(self) -> None:
         by_place: dict[tuple, list[int]] = {}
@@ -460,10 +462,10 @@ class Placement:
         if id(op) in self.chained:
             return Decision("int8")  # completed by _decide_chain
         if id(op) in self.modes and id(op) not in self._is_hard:
-            return Decision("int8", mode=self.modes[id(op)], kernel=_kernel(op, self.modes[id(op)], ()))
+            return Decision("int8", mode=self.modes[id(op)], kernel=kernel_of(op, self.modes[id(op)], ()))
         if id(op) in self._is_hard or id(op) in self.soft:
             reads = self._reads(op, op.slots())
-            return Decision("int8", reads=reads, writes=self._writes(op.result.id), kernel=_kernel(op, "static", ()))
+            return Decision("int8", reads=reads, writes=self._writes(op.result.id), kernel=kernel_of(op, "static", ()))
         reason = (
             self.reasons.get(id(op)) or op.row.reason or _FLOAT_REASONS.get(op.row.role, "no int8 kernel for this op")
         )
@@ -489,119 +491,6 @@ class Placement:
                 writes=writes if op is chain[-1] else None,
             )  # fmt: skip
             before = op
-        head.decision = replace(head.decision, writes=writes, chain=tuple(steps), kernel=_kernel(head, "static", chain))
-
-
-def _root(parents: dict[int, int], vid: int) -> int:
-    """The value that stands for all that ``vid`` was joined with."""
-    root = vid
-    while root in parents:
-        root = parents[root]
-    while vid != root:  # shorten the way for those who come after
-        parents[vid], vid = root, parents[vid]
-    return root
-
-
-class _Families:
-    """Values that are moved from one another, and the ops around them: what one of them is, depends on the others.
-
-    Attributes:
-        used: values that are outputs, or that something reads which is not merely moving them about for nobody.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self._parents: dict[int, int] = {}
-        moved_from: dict[int, list[int]] = defaultdict(list)
-        for vid, value in record.values.items():
-            if value.origin is not None:
-                self._join(vid, value.origin)
-            for op in value.readers:
-                for other in op.outputs if op.row.role is Role.PASS else ():
-                    if other.id != vid:
-                        self._join(vid, other.id)
-                        moved_from[other.id].append(vid)
-        self.used: set[int] = set()
-        waiting = [
-            vid
-            for vid, value in record.values.items()
-            if value.is_output or any(op.row.role is not Role.PASS for op in value.readers)
-        ]
-        while waiting:
-            vid = waiting.pop()
-            if vid not in self.used:
-                self.used.add(vid)
-                waiting += moved_from[vid]
-        self._members: dict[int, list[int]] = defaultdict(list)
-        self._ops: dict[int, dict[SeenOp, None]] = defaultdict(dict)
-        for vid in sorted(record.values):
-            value, root = record.values[vid], _root(self._parents, vid)
-            self._members[root].append(vid)
-            self._ops[root].update(dict.fromkeys(value.readers))
-            if value.producer is not None:
-                self._ops[root][value.producer] = None
-        self._known: set[int] = set()
-
-    def _join(self, one: int, other: int) -> None:
-        one, other = _root(self._parents, one), _root(self._parents, other)
-        if one != other:
-            self._parents[max(one, other)] = min(one, other)
-
-    def know(self, vid: int, find: Callable[[list[int]], None]) -> None:
-        """Call ``find`` for the family of a value, in order of appearance, unless that was done."""
-        root = _root(self._parents, vid)
-        if root not in self._known:
-            self._known.add(root)
-            find(self._members[root])
-
-    def forget(self, vid: int) -> None:
-        self._known.discard(_root(self._parents, vid))
-
-    def touch(self, vid: int) -> Iterable[SeenOp]:
-        """The ops around a family, of which something has changed."""
-        self.forget(vid)
-        return self._ops[_root(self._parents, vid)]
-
-
-_FLOAT_REASONS = {
-    Role.NORM: "it follows no int8 convolution or linear layer that it could fold into",
-    Role.ACTIVATION: "it follows no int8 op that takes it in; between int8 ops it runs in float",
-}
-
-
-def _unsuitable(op: SeenOp, constants: tuple) -> str:
-    """Why the arguments of a soft op rule out int8; "" if they do not."""
-    name = op.row.name
-    if name == "div" and constants[2] is not None:
-        return "division with rounding"
-    if name.startswith("max_pool") and (constants[6] or len(op.slots()) != 1):
-        return "it returns indices"
-    if name == "interpolate" and constants[3] not in ("nearest", "nearest-exact"):
-        return f"interpolation mode {constants[3]} computes new values"
-    if name == "mean" and constants[3] not in (None, torch.float32):
-        return "it changes the dtype"
-    if op.row.role is Role.SHARE and op.row.ndim and len(op.inputs[0].shape) != op.row.ndim + 2:
-        return "its input has no batch dimension"
-    if op.row.role is Role.ELEMENTWISE:
-        tensors = [i for i in op.inputs if i.dtype is not torch.float32]
-        return f"one operand is {tensors[0].dtype}" if tensors else ""
-    return ""
-
-
-def _kernel(op: SeenOp, mode: str, chain) -> str:
-    """What runs, in words for the report."""
-    row = op.row
-    if row.role is Role.RECURRENT:
-        return "onednn.qlinear_pointwise per step (dynamic)"
-    if row.role is Role.EMBEDDING:
-        return "int8 rows"
-    if mode == "weight_only":
-        return "int8 weights, float activations"
-    if row.name == "matmul":
-        return "aten._int_mm"
-    if row.role is Role.COMPUTE:
-        base = "onednn.qlinear_pointwise" if row.ndim == 0 else f"onednn.qconv{row.ndim}d_pointwise"
-        names = "".join(f" + {step.row.name}" for step in chain)
-        return base + names + (" (dynamic)" if mode == "dynamic" else "")
-    if row.role is Role.SHARE:
-        return "quantized.max_pool2d" if row.name in ("max_pool1d", "max_pool2d") else "integers"
-    return "dequantize, compute, quantize"
+        head.decision = replace(
+            head.decision, writes=writes, chain=tuple(steps), kernel=kernel_of(head, "static", chain)
+        )

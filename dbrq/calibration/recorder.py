@@ -10,27 +10,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..auto_trace import InterceptedForward, active, hook_log, look, version_of
+from ..auto_trace import InterceptedForward, active, hook_log, look
 from ..eager.arguments import activations, bind_leaf, constant, specified
 from ..eager.decompositions import decomposed
 from ..errors import ConfigurationError
+from ..macs import Multiplied
 from ..mappings import (
     DROPOUTS,
     FUNCTIONS,
     OTHER,
     READS_NUMBER,
-    Multiplied,
     OpRow,
     Role,
     asks_inplace,
@@ -42,12 +41,9 @@ from ..mappings import (
 from ..op_facts import mutates
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
-from ..record.merge import Union
 from ..record.parameters import Computed, computed
 from ..record.record import (
-    VARYING_NUMBERS,
     ModuleStep,
-    ParameterRef,
     Place,
     Record,
     SeenCall,
@@ -56,24 +52,12 @@ from ..record.record import (
     TensorInfo,
     Value,
 )
-from ..tensors import geometry_of, unmarked
+from ..tensors import unmarked
 from .surgery import as_forward_sees, bake, copied, uncompile_children, uncompiled
+from .values import Observer, Values, _storage
 
 _disabled = torch._C.DisableTorchFunction
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-class Observer(Protocol):
-    """What looks on while a prepared model runs; ``observing`` has it."""
-
-    record: Record
-    union: Union
-
-    def run(
-        self, op: SeenOp, edges: Sequence[tuple[int, int, Tensor]], bound: list[Any], original: Callable, inplace: bool
-    ) -> Any: ...
-
-    def stash(self, op: SeenOp, values: Sequence[tuple[int, Tensor]]) -> None: ...
 
 
 def watch(
@@ -156,7 +140,7 @@ class _Started:
     known: SeenOp | None
 
 
-class Watch(TorchFunctionMode):
+class Watch(Values, TorchFunctionMode):
     """The mode that records one run. Also the token of a throwaway copy, so that its modules find their way here.
 
     Attributes:
@@ -172,35 +156,15 @@ class Watch(TorchFunctionMode):
         observing: Observer | None = None,
         on_op: Callable | None = None,
     ) -> None:
-        self.on_op, self.observing = on_op, observing
-        self.record = Record()
-        self.joined: dict[int, int] = {}
+        super().__init__(modules, observing)
+        self.on_op = on_op
         self.lines: Counter[str] = Counter()
         self.token = self if token is None else token
         self.slow = True  # every module call comes to enter
         self.frame: _Frame | None = None
         self.leaf: InterceptedForward | None = None
         self.hidden = 0  # depth inside an opaque module
-        self._ids: dict[int, tuple[weakref.ref, int]] = {}
-        self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._occurrences: dict[tuple, int] = defaultdict(int)
-        self._modules = modules
-        self._computed: dict[tuple[str, str], Tensor] = {}
-        self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
-        self._parameters = self._find_parameters()
-        self._before = {key: _identity(self._registered(key)) for key in self._parameters.values()}
-
-    def _find_parameters(self) -> dict[int, tuple[str, str]]:
-        found: dict[int, tuple[str, str]] = {}
-        for path, module in self._modules.items():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or tensor.device.type == "meta":
-                    continue
-                key = found.setdefault(tensor.untyped_storage()._cdata, (path, name))
-                places = self.record.parameter_names.setdefault(key, [])
-                if (path, name) not in places:
-                    places.append((path, name))
-        return found
 
     # Runs
 
@@ -229,11 +193,6 @@ class Watch(TorchFunctionMode):
             return
         self._as_input(value)
         self._name(name, value)
-
-    def _name(self, name: tuple, value: Value) -> None:
-        self.record.named[name] = value.info.id
-        if self.observing is not None and (known := self.observing.record.named.get(name)) is not None:
-            self.joined[value.info.id] = known
 
     def _as_input(self, value: Value) -> None:
         info = value.info
@@ -407,7 +366,7 @@ class Watch(TorchFunctionMode):
             and (is_module or any(i.dtype.is_floating_point for i in inputs))
         )
         weight = None
-        if row.takes_weight and not is_module and (ref := self._weight(row, bound[1])) is not None:
+        if row.takes_weight and not is_module and (ref := self._weight(row, bound[1], frame.path)) is not None:
             weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
         whole = is_module or (module is not None and module.opaque)
         place = Place(op, site(), module.path if whole else None, weight)  # type: ignore[union-attr]
@@ -517,7 +476,7 @@ class Watch(TorchFunctionMode):
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )
         if row.role in (Role.COMPUTE, Role.EMBEDDING) and row.name != "matmul" and len(bound) > 1:
-            seen.weight = self._weight(row, bound[1])
+            seen.weight = self._weight(row, bound[1], self.frame.path)
             if seen.weight is None:
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
             elif seen.weight.computed:
@@ -532,172 +491,7 @@ class Watch(TorchFunctionMode):
 
     # Values
 
-    def computed(self, path: str, name: str, value: Tensor) -> None:
-        """``value`` is what a parametrization makes of the parameter ``name`` of a module, in this run."""
-        storage = _storage(value)
-        if storage is not None:
-            self._computed[path, name] = value
-            self._parameters[storage] = (path, name)
-
-    def _lookup(self, tensor: Tensor) -> int | None:
-        known = self._ids.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
-
-    def _value(self, tensor: Tensor) -> Value:
-        vid = self._lookup(tensor)
-        return self.record.values[vid] if vid is not None else self._new(tensor, None, constant=True)
-
-    def _new(self, tensor: Tensor, tag: Tag, producer: SeenOp | None = None, constant: bool = False) -> Value:
-        vid = len(self.record.values)
-        if producer is not None and tag is None:
-            tag = vid
-        info = TensorInfo(vid, tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tag, constant)
-        storage = _storage(tensor)
-        parameter = self._parameters.get(storage) if constant and storage is not None else None
-        value = Value(info, producer, parameter=parameter)
-        self.record.values[vid] = value
-        if parameter is not None:
-            self._name((*parameter, geometry_of(tensor)), value)
-        reference = weakref.ref(tensor)
-        self._ids[id(tensor)] = (reference, vid)
-        if storage is not None:
-            self._by_storage[storage].append((reference, vid))
-        return value
-
-    def _made(self, seen: SeenOp, tensor: Tensor, same_object: bool, tag: Tag) -> Value:
-        """The value an op made; if it wrote to one it was given, whoever shares its memory stays float."""
-        if not same_object:
-            return self._new(tensor, tag, seen)
-        old = self._lookup(tensor)
-        storage = _storage(tensor)
-        if storage is None:
-            return self._new(tensor, tag, seen)
-        others = [
-            (ref, vid)
-            for ref, vid in self._by_storage[storage]
-            if vid != old and ref() is not None and ref() is not tensor
-        ]
-        value = self._new(tensor, tag, seen)
-        shared = bool(others) or storage in self._parameters or (old is not None and self._outlives(old))
-        if shared:
-            for vid in (*(vid for _, vid in others), value.info.id, *(() if old is None else (old,))):
-                self.record.values[vid].aliased_mutation = True
-        return value
-
-    def _outlives(self, vid: int) -> bool:
-        """Whether the memory of a value belongs to the caller: inputs and what is only moved from them."""
-        value: Value | None = self.record.values[vid]
-        while value is not None:
-            if value.is_input or value.info.constant:
-                return True
-            value = None if value.origin is None else self.record.values[value.origin]
-        return False
-
-    def _moved(self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...]) -> Value:
-        """The result of an op that moves elements; the value itself if that op did nothing."""
-        known = self._lookup(tensor)
-        if known is not None:
-            return self.record.values[known]
-        source = self.record.values[inputs[0].id] if inputs else None
-        value = self._new(tensor, source.info.tag if source is not None else None, seen)
-        if source is not None:
-            value.info = TensorInfo(
-                value.info.id,
-                value.info.shape,
-                value.info.dtype,
-                value.info.contiguous,
-                source.info.tag,
-                source.info.constant,
-            )
-            value.origin, value.parameter = source.info.id, source.parameter
-        return value
-
-    def _same_value(self, source: Any, output: Any) -> None:
-        """Identity and dropout in eval may return a new object for the same value."""
-        if isinstance(output, Tensor) and output is not source and isinstance(source, Tensor):
-            vid = self._value(source).info.id
-            self._ids[id(output)] = (weakref.ref(output), vid)
-
-    def _parameter(self, tensor: Any) -> ParameterRef | None:
-        """The parameter or buffer ``tensor`` is, or is a pure view of."""
-        if not isinstance(tensor, Tensor):
-            return None
-        storage = _storage(tensor)
-        key = None if storage is None else self._parameters.get(storage)
-        if key is None or tensor.dtype is not torch.float32:
-            return None
-        return self._part(key, tensor)
-
-    def _part(self, key: tuple[str, str], tensor: Tensor) -> ParameterRef | None:
-        registered = self._registered(key)
-        geometry = geometry_of(tensor)
-        if registered is None or (geometry != geometry_of(registered) and not registered.is_contiguous()):
-            return None
-        return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
-
-    def _registered(self, key: tuple[str, str]) -> Tensor | None:
-        path, name = key
-        owner = self._modules[path]
-        for held in (owner._parameters, owner._buffers):  # of a ScriptModule they have no get
-            if name in held and held[name] is not None:
-                return held[name]
-        return self._computed.get(key)
-
     # Weights computed from parameters alone
-
-    def _source(self, tensor: Tensor) -> Computed | ParameterRef | None:
-        """How a tensor comes from parameters and buffers alone; None if it does not."""
-        storage = _storage(tensor)
-        key = None if storage is None else self._parameters.get(storage)
-        if key is not None:
-            registered = self._registered(key)
-            return self._part(key, tensor) if registered is not None and registered.dtype is tensor.dtype else None
-        vid = self._lookup(tensor)
-        if vid is None or self.record.values[vid].aliased_mutation:
-            return None
-        return self._made_of_parameters.get(vid)
-
-    def _weight(self, row: OpRow, tensor: Any) -> ParameterRef | None:
-        """The parameter that a weight is, or what it is computed from parameters as."""
-        ref = self._parameter(tensor)
-        if ref is not None or row.role is not Role.COMPUTE or not isinstance(tensor, Tensor):
-            return ref
-        how = self._source(tensor)
-        if not isinstance(how, Computed) or tensor.dtype is not torch.float32:
-            return None
-        assert self.frame is not None
-        return how.ref(tensor.shape, self.frame.path)
-
-    def _keep_computed(self, seen: SeenOp, weight: Tensor) -> None:
-        how, ref = self._source(weight), seen.weight
-        assert isinstance(how, Computed) and ref is not None
-        kept = self.record.computed.setdefault(ref.key, how)
-        if kept.exact != how.exact:
-            self.record.varying[ref.key] = VARYING_NUMBERS
-        seen.sources = tuple(
-            ref for ref in how.sources if (t := self._registered(ref.key)) is not None and t.dtype is torch.float32
-        )
-
-    def _find_varying(self) -> None:
-        """Weights computed from what forward changes are others in the next run."""
-        for key, how in self.record.computed.items():
-            now = {ref.key: _identity(self._registered(ref.key)) for ref in how.sources}
-            if any(self._before.get(source, identity) != identity for source, identity in now.items()):
-                self.record.varying[key] = "its weight is computed in forward, from buffers that forward changes"
-
-
-def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
-    if tensor is None:
-        return None
-    return id(tensor), version_of(tensor)
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """Identifies the memory of a tensor; None for those without (sparse ones, and those inside vmap)."""
-    try:
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 def _spelled(func: Callable) -> str:
