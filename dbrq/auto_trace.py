@@ -35,13 +35,13 @@ from .eager.interfaces import Hook
 from .eager.path import Frame
 from .errors import ConfigurationError, KernelInputError
 from .guards import not_compiled, without_autocast, without_gradient
-from .mappings import FUNCTIONS, OpRow, Role, function_name, reads_values
-from .op_facts import mutates
+from .mappings import FUNCTIONS, OpRow, Role, function_name
+from .op_facts import mutates, reads_values
 from .pytree import tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
 from .record.record import Tag
-from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked
+from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked, version_of
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
@@ -469,11 +469,6 @@ def _shown(leaf: Any) -> Any:
         fused = getattr(leaf, "deferred", None)
         leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
     return leaf.detach() if type(leaf) is Tensor else leaf
-
-
-def version_of(tensor: Tensor) -> int:
-    """Changes when ``tensor`` is written to; -1 where torch keeps no count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:

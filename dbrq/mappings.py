@@ -429,36 +429,6 @@ LEAVES: Mapping[Callable, tuple[OpRow, tuple[str, ...]]] = {
 READS_NUMBER = frozenset(
     getattr(Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero")
 )
-#: Tensor methods that read sizes and types, not values.
-_METADATA = frozenset(
-    [
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "is_contiguous",
-        "data_ptr",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-        "get_device",
-        "storage_offset",
-        "__hash__",
-        "requires_grad_",
-        "is_signed",
-        "is_shared",
-        "is_pinned",
-        "is_inference",
-        "untyped_storage",
-        "_is_view",
-        "is_same_size",
-        "is_conj",
-        "is_neg",
-    ]
-)
 
 
 def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
@@ -482,15 +452,6 @@ def is_torch_leaf(module: nn.Module) -> bool:
         return False
     where = getattr(type(module).forward, "__module__", None) or ""  # None in code made by exec
     return where.startswith("torch.nn.modules")
-
-
-@functools.lru_cache(maxsize=4096)
-def reads_values(func: Callable) -> bool:
-    """Whether ``func`` looks at the elements of its tensors, not only at shape, dtype and the like."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return func in FUNCTIONS or getattr(func.__self__, "__name__", "") in ("real", "imag", "grad", "T", "H")
-    return name not in _METADATA
 
 
 def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:

@@ -7,8 +7,6 @@ schemas and tags of the ops of its name: ``reshape`` copies or gives a view. Nam
 functions that torch has no schema for.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import re
@@ -21,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .mappings import FUNCTIONS
 from .pytree import tree_leaves
 
 #: Ops that write to arguments although their schemas do not say so -> which, if their argument ``training`` is true.
@@ -401,3 +400,44 @@ def family(node: fx.Node) -> set[fx.Node]:
 def is_written(node: fx.Node) -> bool:
     """Whether the graph writes to memory of the node's result."""
     return any(one in written(user) for one in family(node) for user in one.users)
+
+
+#: Tensor methods that read sizes and types, not values.
+_METADATA = frozenset(
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "ndimension",
+        "is_contiguous",
+        "data_ptr",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "get_device",
+        "storage_offset",
+        "__hash__",
+        "requires_grad_",
+        "is_signed",
+        "is_shared",
+        "is_pinned",
+        "is_inference",
+        "untyped_storage",
+        "_is_view",
+        "is_same_size",
+        "is_conj",
+        "is_neg",
+    ]
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_values(func: Callable) -> bool:
+    """Whether ``func`` looks at the elements of its tensors, not only at shape, dtype and the like."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func in FUNCTIONS or getattr(func.__self__, "__name__", "") in ("real", "imag", "grad", "T", "H")
+    return name not in _METADATA

@@ -6,11 +6,9 @@ depended on is asserted in the graph: ranks and dtypes of the inputs, and every 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +16,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import selfcheck
-from .auto_trace import InterceptedForward, logging_values
+from .auto_trace import InterceptedForward
+from .calibration.session import token_of, working_copy
 from .calibration.surgery import uncompiled
 from .errors import ERRORS_OF_CODE, MismatchError, QuantizationError, RewriteError, SeveralPathsError, is_bug
 from .graph.agreement import INFORMATIVE, Reference
 from .graph.compile_flag import capturing
+from .graph.converted import Converted, placed
 from .graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
 from .graph.recorder import GraphRecorder
 from .graph.run import GraphRun
-from .graph.signature import Inputs, Inside, InsideRun, RestoringCodeGen, Returned, placeholders_of
-from .graph.trials import STATE, Outcome, Trial, outcome, owned, perturbed, random_state_kept_if_drawn, seeded
+from .graph.signature import Inputs, Inside, RestoringCodeGen, Returned
+from .graph.trials import STATE, Outcome, Trial, owned, perturbed, random_state_kept_if_drawn, seeded
 from .graph.writer import Sizes
 from .guards import without_autocast
 from .pytree import call_arguments, tree_leaves
-from .quantization_state import AutoQuantizationState
 from .record.record import ModuleStep, Record, SeenOp, Tag
-from .tensors import plain
-from .workflow import token_of, working_copy
 
 
 def rewrite(
@@ -177,123 +174,6 @@ def _step(step: SeenOp | ModuleStep) -> str:
     return f"the call of {step.module} ({step.line})"
 
 
-class Converted:
-    """A converted model, called as often as one likes: what runs is a copy, replaced by another where a call left
-    traces in it.
-
-    Attributes:
-        again: where the first call left traces that are no tensors: which attributes changed, and what a second call
-            gives behind it.
-    """
-
-    def __init__(self, quantized: nn.Module, inside: Inside | None) -> None:
-        self.quantized, self.inside = quantized, inside
-        self.again: tuple[str, Outcome] | None = None
-        self._copy: nn.Module | None = None
-
-    def call(
-        self, trial: Trial, reference: Reference, values: dict[str, list[Tensor]] | None = None
-    ) -> tuple[dict[str, Any], list[str]]:
-        """What a call leaves behind, and what it would have warned of.
-
-        Args:
-            reference: the model's graph, which has run already, so that it is known what calls write to.
-            values: takes what ops give: path -> values.
-        """
-        written, changes = reference.changed, reference.writes
-        if self._copy is None:
-            tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
-            self._copy = working_copy(self.quantized, [t for name, t in tensors if name not in written])
-        model, self._copy = self._copy, None
-        intercepted: InterceptedForward = model.__dict__["forward"]
-        intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
-        before = _held(model)
-        log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
-        with log:
-            output, args, kwargs = self._output(model, trial)
-        buffers = {name: tensor for name in written if isinstance(tensor := _at(model, name), Tensor)}
-        found = outcome(output, _placed(intercepted, args, kwargs) if changes else None, buffers)
-        after = _held(model)
-        if not changes and after == before:
-            self._copy = model
-        elif not changes and self.again is None:
-            self.again = self._second(model, trial, before, after)
-        return found, noted.new
-
-    def _second(
-        self, model: nn.Module, trial: Trial, before: list[tuple], after: list[tuple]
-    ) -> tuple[str, Outcome] | None:
-        """What a call behind the first gives, and what that one changed; None if the model's code takes no second."""
-        known = set(before)
-        names = {f"{path}.{name}".lstrip(".") for path, name, *rest in after if (path, name, *rest) not in known}
-        try:
-            return ", ".join(sorted(names)), outcome(self._output(model, trial)[0])
-        except ERRORS_OF_CODE as error:
-            if is_bug(error):
-                raise
-            return None
-
-    def _output(self, model: nn.Module, trial: Trial) -> tuple[Any, tuple, dict]:
-        """What a copy gives, and its arguments as they are then."""
-        args, kwargs = owned(trial.inputs)
-        intercepted: InterceptedForward = model.__dict__["forward"]
-        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
-            if self.inside is None:
-                return model(*args, **kwargs), args, kwargs
-            return InsideRun(intercepted, self.inside).run(intercepted, args, kwargs), args, kwargs
-
-
-def _at(model: nn.Module, path: str) -> Any:
-    """What a model has at a path; None where the graph holds a tensor that the model has in a container of its own."""
-    found: Any = model
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-def _held(model: nn.Module) -> list[tuple]:
-    """What the modules of a model hold, so that two lists differ if its code changed anything of it."""
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return id(value), -1 if value.is_inference() else value._version
-        if isinstance(value, (list, tuple, set, dict)):
-            return id(value), len(value), *map(id, value.values() if isinstance(value, dict) else value)
-        return value if isinstance(value, (bool, int, float, str)) else id(value)
-
-    return [
-        (path, name, shown(value))
-        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
-        for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
-    ]  # fmt: skip
-
-
-def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
-    """Put a copy of an op's value with those that it had in this run."""
-    if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
-        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            values.setdefault(op.path, []).append(plain(value).detach().clone())
-
-
-class _Noted(set):
-    """What a model has warned of already, as far as it can tell: everything."""
-
-    def __init__(self, before: Iterable[str]) -> None:
-        super().__init__(before)
-        self.new: list[str] = []
-
-    def __contains__(self, what: object) -> bool:
-        if not super().__contains__(what):
-            self.new.append(str(what))
-        return True
-
-
-def _placed(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
-    """Arguments in the order of the graph's placeholders."""
-    signature = intercepted.__signature__
-    return [value for _, value, _, _, _ in placeholders_of(signature, signature.bind(*args, **kwargs))]
-
-
 def _agreeing(recording: Recording, converted: Converted, args: tuple, kwargs: dict) -> Recording:
     """The recording, with perturbed inputs for trials.
 
@@ -345,7 +225,7 @@ def _on_other_inputs(
     intercepted: InterceptedForward = converted.quantized.__dict__["forward"]
     for integers in (True, False):
         call = Trial("perturbed inputs", perturbed(example.inputs, integers), None if example.seed is None else 1)
-        inputs = tuple(_placed(intercepted, *call.inputs)[: len(recording.inputs)])
+        inputs = tuple(placed(intercepted, *call.inputs)[: len(recording.inputs)])
         trial = dataclasses.replace(call, inputs=inputs)
         values.clear()
         try:

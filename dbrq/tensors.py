@@ -369,3 +369,8 @@ def unmarked(value: Any) -> Any:
 def plain(value: Any) -> Any:
     """``value``, or its float tensor if it is one of ours."""
     return value.float_value() if isinstance(value, Lazy) else value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Changes when ``tensor`` is written to; -1 where torch keeps no count."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
@@ -17,7 +17,7 @@ from .auto_trace import InterceptedForward, active
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
 from .calibration.recorder import intercept, watch
-from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place
+from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place, token_of
 from .calibration.surgery import (
     bake,
     copied,
@@ -36,18 +36,6 @@ from .mappings import Role
 from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState
 from .record.record import SeenOp
-
-
-def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
-    """A copy of a converted model for a run that may leave traces in it.
-
-    Args:
-        shared: tensors that both hold; so they do what nothing writes to.
-    """
-    token: QuantizedModelToken = quantized.__dict__["forward"].token
-    model = copied(quantized, [*shared, token.record, *(state.calls for state in token.states.values())])
-    model.__dict__["forward"].token.take_packed(token)
-    return model
 
 
 @without_autocast()
@@ -201,17 +189,6 @@ def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
     except ImportError:
         return data
     return tqdm(data, desc="calibrating", unit="batch", leave=False)
-
-
-def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
-    state = state_of(model) if isinstance(model, nn.Module) else None
-    if state is None or state.token.phase != phase:
-        wanted = "a model that prepare returned" if phase == "observe" else "a model that convert returned"
-        got = "a float model" if state is None else f"a model in phase {state.token.phase!r}"
-        if not isinstance(model, nn.Module):
-            got = type(model).__name__
-        raise ConfigurationError(f"cannot {doing} this model", expected=wanted, got=got)
-    return state.token
 
 
 @without_autocast()

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..auto_trace import version_of
 from ..eager.float_reference import run_float
 from ..eager.weights import norm_scale
 from ..errors import CalibrationError
@@ -18,6 +17,7 @@ from ..guards import refuse_checkpoint
 from ..mappings import OpRow, Role
 from ..record.merge import Union
 from ..record.record import Record, SeenOp
+from ..tensors import version_of
 from .observers import HistogramObserver
 from .placement import Observation
 from .recorder import Watch

@@ -36,9 +36,8 @@ from ..mappings import (
     function_name,
     is_torch_leaf,
     leaf_row,
-    reads_values,
 )
-from ..op_facts import mutates
+from ..op_facts import mutates, reads_values
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..auto_trace import InterceptedForward, ModelToken, active
 from ..eager.interfaces import Hook
 from ..eager.weights import trained_qparams
 from ..errors import ConfigurationError, NotCalibratedError, QuantizationError
 from ..guards import check_ready
+from ..hidden_state import state_of
 from ..kernels import QParams
 from ..kernels.ranges import WANTED, is_narrow, makes_sense, saturates
 from ..quantization_state import AutoQuantizationState
@@ -26,6 +27,9 @@ from .observing import Observing
 from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, kind
 from .recorder import Watch
+from .surgery import (
+    copied,
+)
 
 
 class QuantizedModelToken(ModelToken):
@@ -303,3 +307,26 @@ def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
             hint="check its calibration, or set the op's qconfig to None",
         )  # fmt: skip
     return q
+
+
+def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
+    """A copy of a converted model for a run that may leave traces in it.
+
+    Args:
+        shared: tensors that both hold; so they do what nothing writes to.
+    """
+    token: QuantizedModelToken = quantized.__dict__["forward"].token
+    model = copied(quantized, [*shared, token.record, *(state.calls for state in token.states.values())])
+    model.__dict__["forward"].token.take_packed(token)
+    return model
+
+
+def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if state is None or state.token.phase != phase:
+        wanted = "a model that prepare returned" if phase == "observe" else "a model that convert returned"
+        got = "a float model" if state is None else f"a model in phase {state.token.phase!r}"
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+        raise ConfigurationError(f"cannot {doing} this model", expected=wanted, got=got)
+    return state.token

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..auto_trace import version_of
 from ..mappings import (
     OpRow,
     Role,
@@ -26,7 +25,7 @@ from ..record.record import (
     TensorInfo,
     Value,
 )
-from ..tensors import geometry_of
+from ..tensors import geometry_of, version_of
 
 
 class Observer(Protocol):

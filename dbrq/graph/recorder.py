@@ -29,7 +29,7 @@ from ..op_facts import (
 )
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..tensors import Int8Weight, plain
+from ..tensors import Int8Weight, plain, version_of
 from .located import located, op_of
 from .nodes import (
     DEQUANTIZE,
@@ -178,10 +178,10 @@ class GraphRecorder(GraphWriter):
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
         nodes = [self.node_of(t) for t in tensors]
-        versions = [_version(t) for t in tensors]
+        versions = [version_of(t) for t in tensors]
         with Watching() as watched:
             result = self._as_written(function, (args, kwargs), node, (given, options))
-        changed = [t for t, before in zip(tensors, versions, strict=True) if _version(t) != before]
+        changed = [t for t, before in zip(tensors, versions, strict=True) if version_of(t) != before]
         self._varying -= {memory_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)} - set(
             map(memory_of, tensors)
         )
@@ -349,11 +349,6 @@ class GraphRecorder(GraphWriter):
         return result
 
 
-
 def _is_borrowed(tensor: Tensor) -> bool:
     """Whether memory was made outside of torch, as by numpy."""
     return tensor.layout is torch.strided and not tensor.untyped_storage().resizable()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

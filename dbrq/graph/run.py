@@ -29,8 +29,8 @@ from ..errors import DeviationError, RewriteError
 from ..kernels import along, ints
 from ..kernels.known_faults import plain_dilation
 from ..kernels.script.recurrent import recurrent
-from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name, reads_values
-from ..op_facts import writes
+from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name
+from ..op_facts import reads_values, writes
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, user_line
 from ..record.parameters import tensor_of

@@ -18,6 +18,7 @@ from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
 from ..calibration.recorder import random_state_kept
+from ..calibration.session import token_of
 from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph.located import marked, naming_ops, op_of
@@ -28,7 +29,7 @@ from ..inspection.report import ReportRow, report, rows_as_json
 from ..quiet import quiet
 from ..rewriter import Recording, record, where_paths_part
 from ..version import __version__
-from ..workflow import convert, prepare, token_of
+from ..workflow import convert, prepare
 from . import inductor, patterns, torchscript
 from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16

@@ -1,0 +1,138 @@
+"""The converted model, run beside its graph: what each op of it gave, and what a call left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..auto_trace import InterceptedForward, logging_values
+from ..calibration.session import working_copy
+from ..errors import ERRORS_OF_CODE, is_bug
+from ..quantization_state import AutoQuantizationState
+from ..record.record import SeenOp
+from ..tensors import plain, version_of
+from .agreement import Reference
+from .signature import Inside, InsideRun, placeholders_of
+from .trials import Outcome, Trial, outcome, owned, seeded
+
+
+class Converted:
+    """A converted model, called as often as one likes: what runs is a copy, replaced by another where a call left
+    traces in it.
+
+    Attributes:
+        again: where the first call left traces that are no tensors: which attributes changed, and what a second call
+            gives behind it.
+    """
+
+    def __init__(self, quantized: nn.Module, inside: Inside | None) -> None:
+        self.quantized, self.inside = quantized, inside
+        self.again: tuple[str, Outcome] | None = None
+        self._copy: nn.Module | None = None
+
+    def call(
+        self, trial: Trial, reference: Reference, values: dict[str, list[Tensor]] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What a call leaves behind, and what it would have warned of.
+
+        Args:
+            reference: the model's graph, which has run already, so that it is known what calls write to.
+            values: takes what ops give: path -> values.
+        """
+        written, changes = reference.changed, reference.writes
+        if self._copy is None:
+            tensors = (*self.quantized.named_buffers(), *self.quantized.named_parameters())
+            self._copy = working_copy(self.quantized, [t for name, t in tensors if name not in written])
+        model, self._copy = self._copy, None
+        intercepted: InterceptedForward = model.__dict__["forward"]
+        intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
+        before = _held(model)
+        log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
+        with log:
+            output, args, kwargs = self._output(model, trial)
+        buffers = {name: tensor for name in written if isinstance(tensor := _at(model, name), Tensor)}
+        found = outcome(output, placed(intercepted, args, kwargs) if changes else None, buffers)
+        after = _held(model)
+        if not changes and after == before:
+            self._copy = model
+        elif not changes and self.again is None:
+            self.again = self._second(model, trial, before, after)
+        return found, noted.new
+
+    def _second(
+        self, model: nn.Module, trial: Trial, before: list[tuple], after: list[tuple]
+    ) -> tuple[str, Outcome] | None:
+        """What a call behind the first gives, and what that one changed; None if the model's code takes no second."""
+        known = set(before)
+        names = {f"{path}.{name}".lstrip(".") for path, name, *rest in after if (path, name, *rest) not in known}
+        try:
+            return ", ".join(sorted(names)), outcome(self._output(model, trial)[0])
+        except ERRORS_OF_CODE as error:
+            if is_bug(error):
+                raise
+            return None
+
+    def _output(self, model: nn.Module, trial: Trial) -> tuple[Any, tuple, dict]:
+        """What a copy gives, and its arguments as they are then."""
+        args, kwargs = owned(trial.inputs)
+        intercepted: InterceptedForward = model.__dict__["forward"]
+        with torch.inference_mode(False), torch.no_grad(), seeded(trial.seed):
+            if self.inside is None:
+                return model(*args, **kwargs), args, kwargs
+            return InsideRun(intercepted, self.inside).run(intercepted, args, kwargs), args, kwargs
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    """What a model has at a path; None where the graph holds a tensor that the model has in a container of its own."""
+    found: Any = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _held(model: nn.Module) -> list[tuple]:
+    """What the modules of a model hold, so that two lists differ if its code changed anything of it."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        if isinstance(value, (list, tuple, set, dict)):
+            return id(value), len(value), *map(id, value.values() if isinstance(value, dict) else value)
+        return value if isinstance(value, (bool, int, float, str)) else id(value)
+
+    return [
+        (path, name, shown(value))
+        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
+        for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
+    ]  # fmt: skip
+
+
+def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
+    """Put a copy of an op's value with those that it had in this run."""
+    if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            values.setdefault(op.path, []).append(plain(value).detach().clone())
+
+
+class _Noted(set):
+    """What a model has warned of already, as far as it can tell: everything."""
+
+    def __init__(self, before: Iterable[str]) -> None:
+        super().__init__(before)
+        self.new: list[str] = []
+
+    def __contains__(self, what: object) -> bool:
+        if not super().__contains__(what):
+            self.new.append(str(what))
+        return True
+
+
+def placed(intercepted: InterceptedForward, args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments in the order of the graph's placeholders."""
+    signature = intercepted.__signature__
+    return [value for _, value, _, _, _ in placeholders_of(signature, signature.bind(*args, **kwargs))]
