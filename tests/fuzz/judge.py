@@ -192,7 +192,7 @@ def _leaf_problem(a: Tensor, b: Tensor, f: Tensor, moved: Callable[[], list[Tens
     if not torch.equal(a.isfinite(), b.isfinite()):
         if b.isfinite().all():
             return f"value: {(~a.isfinite()).sum()} of {a.numel()} are not finite"
-        a = torch.where(b.isfinite(), a, b)  # NaN may become finite (README)
+        a = torch.where(b.isfinite(), a, b)  # NaN may become finite (docs/limits.md)
     finite = b.isfinite() & f.isfinite()
     a, b, f = (torch.where(finite, t, torch.zeros_like(t)) for t in (a, b, f))
     difference = (a - b).abs()
