@@ -2,7 +2,8 @@
 
 ``watch`` makes the first run, on the example. It happens on a throwaway copy that shares parameters with the model, in
 eval mode, under ``no_grad``, with random state put back, so that nothing of the user's changes. Every run of a prepared
-model is watched too: what it shows joins the record (paths.py), and observers see the values that int8 ops will read.
+model is watched too: what it shows joins the record (record/merge.py), and observers see the values that int8 ops will
+read.
 """
 
 from __future__ import annotations
