@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 import dbrq
 from dbrq.hidden_state import state_of
 from dbrq.kernels import SUPPORTED_POST_OPS
-from dbrq.mappings import (FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row)
-from dbrq.op_facts import (reads_values)
-from dbrq.op_facts import mutates
+from dbrq.mappings import FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row
+from dbrq.op_facts import mutates, reads_values
 
 EVERYTHING = QConfigMapping().set_global(get_default_qconfig("onednn"))
 BY_NAME = {row.name: row for row in TABLE}

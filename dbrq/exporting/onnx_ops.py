@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnxscript.onnx_opset import opset18 as op
+from onnxscript.onnx_opset import opset18
 from onnxscript.onnx_types import TensorType
 
 from ..graph.nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+
+#: Untyped: onnxscript's annotations name the dtype of each tensor, which is known when a graph is written only.
+op: Any = opset18
 
 
 def _constant(value: Any, dtype: int) -> Any:

@@ -33,6 +33,8 @@ from ..rewriter import Recording, record
 
 log = logging.getLogger("dbrq.lowering")
 
+_patch = shape_config.patch  # type: ignore[attr-defined]  # torch puts it there when it is imported
+
 #: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
 #: those of sizes that it was told are free from its own UserError, which is an Exception.
 ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
@@ -118,7 +120,7 @@ def program_of(
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
         try:
             # Copying a program, torch warns of its own classes.
-            with shape_config.patch(backed_size_oblivious=oblivious), quiet(FutureWarning):
+            with _patch(backed_size_oblivious=oblivious), quiet(FutureWarning):
                 program = _exported(graph, args, kwargs, free)
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -148,6 +148,7 @@ class GraphRecorder(GraphWriter):
             name = self._names.get(id(weight.owner._buffers[f"{weight.parameter}_int8"]), weight.parameter)
             whole = Int8Weight.whole(weight.owner, weight.parameter, weight.axis)
             scale = weight.owner._buffers[f"{weight.parameter}_scale"]
+            assert scale is not None
             if weight.axis != 0 or weight.owner._buffers.get(f"{weight.parameter}_zero_point") is not None:
                 value = whole.float_value()
                 self._kept.append(value)
@@ -343,9 +344,7 @@ class GraphRecorder(GraphWriter):
         constants = (qparams.scale, qparams.zero_point, qparams.quant_min, qparams.quant_max, torch.uint8)
         q = self.call(QUANTIZE, (tensor, *constants), {}, name=f"{base}_q")
         result = self.call(DEQUANTIZE, (q, *constants), {}, name=f"{base}_dq")
-        known = self.known(result)
-        assert known is not None
-        known.qparams = qparams
+        self.surely_known(result).qparams = qparams
         return result
 
 

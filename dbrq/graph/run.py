@@ -26,7 +26,7 @@ from ..eager.ops import EmbeddingPlan, RecurrentPlan
 from ..eager.recurrent import recurrent_weights
 from ..eager.weights import norm_scale, norm_shift
 from ..errors import DeviationError, RewriteError
-from ..kernels import along, ints
+from ..kernels import QParams, along, ints
 from ..kernels.known_faults import plain_dilation
 from ..kernels.script.recurrent import recurrent
 from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name
@@ -142,6 +142,7 @@ class GraphRun(RunCall):
                 with self.plainly():
                     return self._tagged(hook, intercepted.original(*args, **kwargs))
             if row.role is Role.RECURRENT:
+                assert isinstance(hook, RecurrentPlan)
                 return self._recurrent(hook, intercepted, args, kwargs)
             bound = bind_leaf(intercepted, args, kwargs)
             return self._finish(hook, bound[0], self._int8(hook, bound), hook.op.inplace)
@@ -152,7 +153,7 @@ class GraphRun(RunCall):
 
     # Functions
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("dequantize", "quantize_per_tensor"):
@@ -239,7 +240,7 @@ class GraphRun(RunCall):
 
     def _moved(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
         """An op that only moves elements: qparams pass through."""
-        subject = args[0] if args else kwargs.get("input")
+        subject: Any = args[0] if args else kwargs.get("input")
         known = self.recorder.known(subject)
         bound = FUNCTIONS[func].bind(args, kwargs)
         if row.name in views.DROPOUTS and not (bound[2] and bound[1]):
@@ -251,17 +252,17 @@ class GraphRun(RunCall):
                 return part
         if known is None or isinstance(subject, Int8Weight):
             return self.recorder.call(func, args, kwargs)
-        if known.qparams is None or not views.keeps_qparams(func, row, args, kwargs):
+        tag, qparams = known.tag, known.qparams
+        if qparams is None or not views.keeps_qparams(func, row, args, kwargs):
             output = self.recorder.call(func, args, kwargs)
-            return tree_map(lambda leaf: self._with_tag(leaf, known.tag), output)
+            return tree_map(lambda leaf: self._with_tag(leaf, tag), output)
         if row.name in _SAME:
             return self.recorder.alias(self.recorder.execute(func, args, kwargs), subject)
-        output = self.recorder.call(views.RESHAPED.get(row.name, func), args, kwargs)
+        reshape: Any = views.RESHAPED.get(row.name, func)
+        output = self.recorder.call(reshape, args, kwargs)
 
         def int8(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return self._with_tag(self.recorder.quantized(leaf, known.qparams), known.tag)
+            return self._with_tag(self.recorder.quantized(leaf, qparams), tag) if isinstance(leaf, Tensor) else leaf
 
         return tree_map(int8, output)
 
@@ -288,7 +289,7 @@ class GraphRun(RunCall):
                 x = self._read(hook, values[read.slot], number)
                 if x is None:
                     return self._write(hook, run_float(row, bound))
-                if row.role is Role.SHARE and self.recorder.known(x).qparams != hook.out:  # type: ignore[union-attr]
+                if row.role is Role.SHARE and self._qparams(x) != hook.out:
                     x = self.recorder.quantized(x, hook.out)
                 values[read.slot] = x
             if row.takes_list:
@@ -306,15 +307,14 @@ class GraphRun(RunCall):
         x = self._read(hook, bound[0], 0)
         if x is None:
             return self._with_tag(run_float(row, bound, op.pad), op.result.tag)
-        qparams = self.recorder.known(x).qparams  # type: ignore[union-attr]
         rest = [decided(value) for value in bound[3:]]
         batched = not row.ndim or x.dim() == row.ndim + 2
         if not batched:
-            x = self.recorder.quantized(x.unsqueeze(0), qparams)
+            x = self.recorder.quantized(x.unsqueeze(0), self._qparams(x))
         if op.pad is not None:
-            x, rest[1] = self.recorder.quantized(F.pad(x, op.pad[0], mode=op.pad[1]), qparams), 0
+            x, rest[1] = self.recorder.quantized(F.pad(x, op.pad[0], mode=op.pad[1]), self._qparams(x)), 0
         elif (pads := asymmetric_padding(op)) is not None:
-            x, rest[1] = self.recorder.quantized(F.pad(x, pads), qparams), 0
+            x, rest[1] = self.recorder.quantized(F.pad(x, pads), self._qparams(x)), 0
         elif row.ndim and isinstance(rest[1], str):
             kernel = weight.shape[2:]
             rest[1] = [0] * row.ndim if rest[1] == "valid" else [
@@ -327,8 +327,7 @@ class GraphRun(RunCall):
             result = result + (along(bound[2], 1, result.dim()) if row.ndim else bound[2])
         if not batched:
             result = result.squeeze(0)
-        known = self.recorder.known(result)
-        assert known is not None
+        known = self.recorder.surely_known(result)
         known.value = op.result.id
         if op.decision.chain and not op.bias_computed:
             known.tag = op.result.tag
@@ -336,12 +335,12 @@ class GraphRun(RunCall):
         return self._write(hook, result)
 
     def _weight(self, hook: ComputePlan, folded: bool) -> tuple[Tensor, Tensor | None]:
-        op, recorder = hook.op, self.recorder
-        assert op.weight is not None
+        op, recorder, ref = hook.op, self.recorder, hook.op.weight
+        assert ref is not None
         norm = hook.steps[0].norm if folded else None
-        key = ("weight", *op.weight.key, op.weight.geometry, op.bias, norm)  # tied weights may have biases of their own
+        key = ("weight", *ref.key, ref.geometry, op.bias, norm)  # tied weights may have biases of their own
 
-        def make() -> tuple:
+        def make() -> tuple[Tensor, Tensor | None]:
             modules = hook.modules
             scale, bias = hook.weight.scale(modules), None
             if op.bias is not None:
@@ -349,9 +348,9 @@ class GraphRun(RunCall):
             if folded:
                 factor = norm_scale(hook.steps[0], modules)
                 scale, bias = scale * factor, norm_shift(hook.steps[0], modules, factor, bias)
-                recorder.name(bias, f"{op.weight.path}.bias".lstrip("."))
+                recorder.name(bias, f"{ref.path}.bias".lstrip("."))
             int8 = hook.weight.int8(modules)
-            return recorder.weight(str(op.weight), int8, scale), bias
+            return recorder.weight(str(ref), int8, scale), bias
 
         with torch._C.DisableTorchFunction():
             return recorder.part(key, make)
@@ -384,9 +383,7 @@ class GraphRun(RunCall):
                 bound[1 - slot] = other
         result = bound[0] if hook.row.role is Role.NORM else run_float(hook.row, bound)
         if slot is not None:
-            known = self.recorder.known(result)
-            assert known is not None
-            known.value = op.result.id
+            self.recorder.surely_known(result).value = op.result.id
         return self._write(hook, result)
 
     def _continues(self, x: Any, expected: int) -> bool:
@@ -395,14 +392,16 @@ class GraphRun(RunCall):
 
     def _embedding(self, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
         """Rows are looked up as int8, then scaled."""
-        owner, name = hook.owner, hook.name
-        prefix = f"{hook.op.weight.path}.{name}".lstrip(".")  # type: ignore[union-attr]
+        owner, name, ref = hook.owner, hook.name, hook.op.weight
+        assert ref is not None
+        prefix = f"{ref.path}.{name}".lstrip(".")
         buffers = owner._buffers
         held = {s: buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
         for suffix, tensor in held.items():
             if tensor is not None:
                 self.recorder.name(tensor, f"{prefix}_{suffix}")
         int8, scale, zero_point = held.values()
+        assert int8 is not None and scale is not None
 
         def rows(index: Tensor) -> Tensor:
             found = F.embedding(index, int8).to(torch.float32)
@@ -468,6 +467,12 @@ class GraphRun(RunCall):
         result = self.recorder.quantized(x, qparams)
         self._reads[key] = x, result
         return result
+
+    def _qparams(self, x: Tensor) -> QParams:
+        """Those of what ``_read`` gave."""
+        qparams = self.recorder.surely_known(x).qparams
+        assert qparams is not None
+        return qparams
 
     def _write(self, hook: Any, result: Tensor) -> Tensor:
         if hook.out is not None:

@@ -76,8 +76,14 @@ class Traced:
     def __deepcopy__(self, memo: dict) -> Traced:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
         return type(self.value), (self.decided(),)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return operator.floordiv(self, other), operator.mod(self, other)
+
+    def __pos__(self) -> Any:
+        return self
 
 
 class TracedInt(Traced, torch.SymInt):
@@ -85,7 +91,7 @@ class TracedInt(Traced, torch.SymInt):
 
     __class__ = int  # type: ignore[assignment]
 
-    def as_integer_ratio(self) -> tuple[int, int]:
+    def as_integer_ratio(self) -> tuple[int, int]:  # type: ignore[override]  # torch's is of a SymInt
         return self.decided().as_integer_ratio()
 
     def bit_length(self) -> int:
@@ -144,8 +150,6 @@ def _install() -> None:
     for name, function in (("neg", operator.neg), ("abs", abs), ("ceil", math.ceil), ("floor", math.floor),
                            ("round", round), ("trunc", math.trunc)):  # fmt: skip
         setattr(Traced, f"__{name}__", _unary(function))
-    Traced.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
-    Traced.__pos__ = lambda self: self  # type: ignore[attr-defined]
 
 
 _install()

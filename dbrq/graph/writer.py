@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
@@ -36,6 +36,8 @@ from .nodes import (
     tensors_behind,
 )
 from .symbols import Traced, traced, untraced
+
+T = TypeVar("T")
 
 #: How the message of each of the graph's assertions begins.
 ONE_PATH = "dbrq: this graph holds for one path through the model"
@@ -106,7 +108,7 @@ class GraphWriter:
         self._drawn_since = False
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
-        self._written: Counter[int] = Counter()  # memory that was written to, and how often
+        self._written: Counter[int | None] = Counter()  # memory that was written to, and how often
         self._varying: set[int | None] = set()  # memory that holds something else in each call, since it was written to
         self._executing = 0
         self.value_decisions = 0
@@ -114,7 +116,7 @@ class GraphWriter:
         self._scalars: dict[tuple, Any] = {}
         self._decided: set[tuple] = set()
         self._read: Counter[str] = Counter()
-        self._parts: dict[tuple, Tensor] = {}
+        self._parts: dict[tuple, Any] = {}
         self._attributes: dict[str, Tensor] = {}
         self.modules: dict[str, nn.Module] = {}
         self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
@@ -141,6 +143,12 @@ class GraphWriter:
     def known(self, tensor: Any) -> Known | None:
         found = self._known.get(id(tensor))
         return found if found is not None and found.tensor() is tensor else None
+
+    def surely_known(self, tensor: Tensor) -> Known:
+        """What is known of a tensor that the graph computes."""
+        known = self.known(tensor)
+        assert known is not None
+        return known
 
     def bind(self, tensor: Tensor, node: fx.Node, **facts: Any) -> Known:
         """From now on ``tensor`` is what ``node`` computes."""
@@ -193,7 +201,9 @@ class GraphWriter:
         for part in path:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
-            module = module._modules[part]  # type: ignore[assignment]
+            inner = module._modules[part]
+            assert inner is not None
+            module = inner
         return module, last
 
     def _fresh(self, name: str) -> str:
@@ -202,8 +212,8 @@ class GraphWriter:
             number += 1
         return f"{name}_{number}"
 
-    def part(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made once per ``key`` and held by the graph's run."""
+    def part(self, key: tuple, make: Callable[[], T]) -> T:
+        """What is made once per ``key`` and held by the graph's run: a tensor, several, or a module."""
         if key not in self._parts:
             self._parts[key] = make()
         return self._parts[key]
@@ -229,13 +239,13 @@ class GraphWriter:
 
     def _note_writes(self, written: set[int | None], given: Sequence[Tensor], static: bool) -> None:
         for memory in written & {memory_of(t) for t in given} - {None}:
-            self._written[memory] += 1  # type: ignore[index]
+            self._written[memory] += 1
             if not static or memory in self._state:
                 self._varying.add(memory)
 
     def writes_to(self, tensor: Tensor) -> int:
         """How often the memory of ``tensor`` was written to."""
-        return self._written[memory_of(tensor)]  # type: ignore[index]
+        return self._written[memory_of(tensor)]
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the elements of ``tensor`` depend on an input."""
@@ -386,7 +396,7 @@ class _OutOfSight(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunction():  # it is no call of the user's code
             result = func(*args, **(kwargs or {}))
         self.recorder.out_of_sight(func, (args, kwargs), result)

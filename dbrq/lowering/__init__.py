@@ -98,7 +98,7 @@ def lower(
         raise ConfigurationError("float parts run in float32 or bfloat16", got=dtype)
     quantized = uncompiled(quantized)
     if isinstance(quantized, nn.Module) and state_of(quantized) is None:
-        float_only = QConfigMapping().set_global(None)  # type: ignore[arg-type]
+        float_only = QConfigMapping().set_global(None)
         prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)
         quantized = convert(prepared, inplace=True)
     verbose = verbose or VERBOSE

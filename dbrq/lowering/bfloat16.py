@@ -83,7 +83,7 @@ def _narrow_inputs(module: fx.GraphModule) -> None:
 
 
 def _quantizes(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "call_module" and isinstance(module.get_submodule(node.target), _READS_FLOAT32)  # type: ignore[arg-type]
+    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), _READS_FLOAT32)
 
 
 def _reads_elements(node: fx.Node) -> bool:
@@ -92,6 +92,8 @@ def _reads_elements(node: fx.Node) -> bool:
 
 class _Narrowing(fx.Interpreter):
     """Runs the graph, and casts where float32 meets bfloat16."""
+
+    module: fx.GraphModule
 
     def run_node(self, n: fx.Node) -> Any:
         into = [self.env[i].dtype for i in written(n) if isinstance(self.env.get(i), Tensor)]
@@ -103,8 +105,8 @@ class _Narrowing(fx.Interpreter):
             for i in n.all_input_nodes:
                 if not any(_is(self.env.get(i), other) for other in _FLOATS if other is not dtype):
                     continue
-                with self.module.graph.inserting_before(n):  # type: ignore[union-attr]
-                    cast = self.module.graph.call_method("to", (i, dtype))  # type: ignore[union-attr]
+                with self.module.graph.inserting_before(n):
+                    cast = self.module.graph.call_method("to", (i, dtype))
                 n.replace_input_with(i, cast)
                 self.env[cast] = self.env[i].to(dtype)
         result = super().run_node(n)

@@ -60,8 +60,9 @@ def _converts(node: fx.Node) -> bool:
 
 def qparams_of(node: fx.Node) -> QParams:
     """qparams of a quantize or dequantize node."""
-    scale, zero_point, low, high = node.args[1:5]
-    return QParams(scale, zero_point, low, high)  # type: ignore[arg-type]
+    constants: Any = node.args[1:5]
+    scale, zero_point, low, high = constants
+    return QParams(scale, zero_point, low, high)
 
 
 def row_of(node: Any) -> OpRow | None:
@@ -80,7 +81,7 @@ def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
         if (row := _OPERATORS.get(node.target)) is not None:  # type: ignore[arg-type]
             return row, [*node.args, *(None for _ in row.names[len(node.args) :])]
         if node.target is getattr:
-            spelling = FUNCTIONS.get(getattr(torch.Tensor, node.args[1]).__get__)  # type: ignore[arg-type]
+            spelling = FUNCTIONS.get(getattr(torch.Tensor, node.args[1]).__get__)
             return None if spelling is None else (spelling.row, [node.args[0]])
         if node.target is operator.getitem:
             return FUNCTIONS[torch.Tensor.__getitem__].row, list(node.args)
@@ -88,6 +89,20 @@ def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     else:
         return None
     return None if spelling is None else (spelling.row, spelling.bind(node.args, node.kwargs))
+
+
+def bind_known(node: fx.Node) -> tuple[OpRow, list[Any]]:
+    """The same for a node that has a row, as one that a pattern found."""
+    found = bind(node)
+    assert found is not None
+    return found
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The node that is the first argument of another."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -193,6 +208,10 @@ class Lowering:
     def note(self, rewrite: str, node: fx.Node, outcome: str) -> None:
         self.entries.append(Entry(rewrite, node.name, node.meta.get("op") or "", outcome))
         log.info("%s: %s -> %s", rewrite, node.name, outcome)
+
+    def kernel_of(self, node: fx.Node) -> Any:
+        """The submodule or partition that a node calls; None if it calls none of them."""
+        return self.modules.get(str(node.target))
 
     def tensor(self, node: Any) -> Tensor:
         """The tensor of a ``get_attr`` node."""

@@ -33,6 +33,8 @@ class LoweredModel(nn.Module):
 
     #: Paths of the tensors that calls write to.
     _written: frozenset[str]
+    #: What ``report`` says of it, as ``rows_as_json`` writes it.
+    dbrq_report: str
 
     def __init__(
         self, graph: fx.GraphModule, returned: Callable[[Any], Any] | None, dtype: torch.dtype, **options: Any

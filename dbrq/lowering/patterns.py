@@ -20,6 +20,8 @@ from .engine import (
     Predicate,
     Rewrite,
     bind,
+    bind_known,
+    first_input,
     is_call,
     is_dequantize,
     is_dynamic,
@@ -158,10 +160,11 @@ def _sizes(value: Any, n: int) -> list[Any]:
 
 def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    row, bound = bind(node)  # type: ignore[misc]
+    row, bound = bind_known(node)
     qparams = qparams_of(inputs_of(node)[0])
     source, words = inputs_of(node)[0].args[0], "integers"
     target: Callable | None = None
+    rest: tuple[Any, ...] = ()
     if row.name.startswith("max_pool"):
         n = row.ndim
         kernel = _sizes(bound[1], n)
@@ -182,7 +185,7 @@ def _moves_integers(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     else:
         new = node
         for before in inputs_of(node):
-            node.replace_input_with(before, before.args[0])
+            node.replace_input_with(before, first_input(before))
         node.meta.update(dtype=torch.uint8, qparams=qparams)
     for user in list(node.users):
         if is_call(user, len):
@@ -210,7 +213,7 @@ def _is_dynamic_linear(node: fx.Node) -> bool:
 
 def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    _, bound = bind(node)  # type: ignore[misc]
+    _, bound = bind_known(node)
     q = bound[0].args[0]
     choose = q.args[1].args[0]
     kernel = script.DynamicLinear(
@@ -235,7 +238,7 @@ def _is_weight_only_linear(node: fx.Node) -> bool:
 
 def _weight_only_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    _, bound = bind(node)  # type: ignore[misc]
+    _, bound = bind_known(node)
     args = (bound[0], bound[1].args[0], bound[1].args[1], bound[2])
     lowering.replace(node, lowering.call(node, script.weight_only_linear, args, node))
     return "int8 weights, float activations"

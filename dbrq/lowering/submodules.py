@@ -32,6 +32,7 @@ from ..quiet import quietly
 from ..record.record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain, set_tag
+from .engine import first_input, qparams_of
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
 LowerGraph = Callable[[Recording, nn.Module], nn.Module]
@@ -164,8 +165,8 @@ class _Parts:
             inner = f"{path}.{name}".lstrip(".")
             intercepted = child.__dict__.get("forward")
             known = isinstance(intercepted, InterceptedForward)
-            if known and intercepted.path != inner:  # another name of a module that has been dealt with
-                continue
+            if isinstance(intercepted, InterceptedForward) and intercepted.path != inner:
+                continue  # another name of a module that has been dealt with
             state = state_of(child)
             if known and state is not None and not state.opaque and self._worth(inner):
                 reason = self._lower(child, state)
@@ -187,7 +188,7 @@ class _Parts:
         """Lower each call of a module; returns why not, or ""."""
         parting = where_paths_part(self.record, state.path)
         if parting is not None:
-            return parting.got or str(parting)
+            return str(parting.got or parting)
         made: dict[int, list[Lowered]] = {}
         for number, call in enumerate(state.calls):
             for tags in call.all_input_tags():
@@ -281,9 +282,8 @@ def _int8_borders(
         if node.target is not DEQUANTIZE or not isinstance(node.args[1], float):
             writes.append(None)
             return node
-        q, scale, zero_point, low, high = node.args[:5]
-        writes.append(QParams(scale, zero_point, low, high))  # type: ignore[arg-type]
-        return q  # type: ignore[return-value]
+        writes.append(qparams_of(node))
+        return first_input(node)
 
     output.args = fx.map_arg(output.args, written)
     remove_dead(graph)

@@ -20,7 +20,18 @@ from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, choice, i
 from ..kernels.script.recurrent import Recurrent, RecurrentCell
 from ..mappings import Role
 from ..op_facts import called, family, is_random, is_unsaid, is_written, writes
-from .engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, qparams_of, row_of
+from .engine import (
+    Lowering,
+    Rewrite,
+    bind,
+    bind_known,
+    first_input,
+    is_call,
+    is_dequantize,
+    is_quantize,
+    qparams_of,
+    row_of,
+)
 from .patterns import (
     DEQUANTIZE_WEIGHT,
     DYNAMIC_LINEAR,
@@ -38,9 +49,7 @@ from .patterns import (
 
 
 def _post_op(node: fx.Node) -> PostOp | None:
-    found = bind(node)
-    assert found is not None
-    row, bound = found
+    row, bound = bind_known(node)
     return None if row.post_op is None else row.post_op(bound)
 
 
@@ -61,7 +70,7 @@ def _takes_post_op(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def _takes_sum(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """Whether an add behind a convolution or linear layer can be part of it."""
     head, add = nodes[:2]
-    _, bound = bind(add)  # type: ignore[misc]
+    _, bound = bind_known(add)
     head_row = row_of(head)
     assert head_row is not None
     if head_row.ndim not in (0, 2):
@@ -86,7 +95,7 @@ _POINTWISE_FROM = 25_000_000
 
 def _is_pointwise(node: fx.Node) -> bool:
     """A conv2d that is best run as the linear layer over channels that it is."""
-    row, bound = bind(node)  # type: ignore[misc]
+    row, bound = bind_known(node)
     if row.ndim != 2 or bound[6] != 1 or bound[1].meta["shape"][2:] != (1, 1):
         return False
     plain = ints(bound[3], 2) == [1, 1] and ints(bound[4], 2) == [0, 0]
@@ -94,20 +103,20 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _other(head: fx.Node, add: fx.Node) -> Any:
-    _, bound = bind(add)  # type: ignore[misc]
+    _, bound = bind_known(add)
     return bound[1] if bound[0] is head else bound[0]
 
 
 def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """One kernel for a convolution or linear layer and what follows it."""
     head, last = nodes[0], nodes[-1]
-    row, bound = bind(head)  # type: ignore[misc]
+    row, bound = bind_known(head)
     source = bound[0]
     out = qparams_of(last) if is_quantize(last) else None
     add = next((n for n in nodes[1:] if _ADD(n)), None)
     behind = next((n for n in nodes[1:] if is_activation(n)), None)
     post_op = NO_POST_OP if behind is None else _post_op(behind)
-    weight = {
+    weight: dict[str, Any] = {
         "weight": lowering.tensor(bound[1].args[0]), "scale": lowering.tensor(bound[1].args[1]),
         "bias": None if bound[2] is None else lowering.tensor(bound[2]), "input": qparams_of(source), "out": out,
         "post_op": post_op, "dtype": lowering.dtype,
@@ -137,7 +146,7 @@ def _fuse(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
                         shape=last.meta["shape"], op=head.meta.get("op"))  # fmt: skip
     lowering.replace(last, new)
     name = "onednn.qlinear_pointwise" if pointwise or not row.ndim else f"onednn.qconv{row.ndim}d_pointwise"
-    steps = "".join(f" + {row_of(n).name}" for n in nodes[1:] if row_of(n) is not None)  # type: ignore[union-attr]
+    steps = "".join(f" + {found.name}" for n in nodes[1:] if (found := row_of(n)) is not None)
     return name + steps + ("" if out is None else " + quantize")
 
 
@@ -163,11 +172,11 @@ def _is_int8_matmul(node: fx.Node) -> bool:
 def _int8_matmul(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """The product, and a division of it, in one scale."""
     head, last = nodes[0], nodes[-1]
-    _, (a, b) = bind(head)  # type: ignore[misc]
+    _, (a, b) = bind_known(head)
     qa, qb = qparams_of(a), qparams_of(b)
     scale = qa.scale * qb.scale
     if last is not head:
-        scale /= float(bind(last)[1][1])  # type: ignore[index]
+        scale /= float(bind_known(last)[1][1])
     args = (a.args[0], b.args[0], scale, qa.zero_point, qb.zero_point)
     lowering.replace(
         last, lowering.call(last, script.int8_matmul, args, last, op=head.meta.get("op"), dtype=torch.float32)
@@ -176,7 +185,7 @@ def _int8_matmul(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 
 def _divides_by_number(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
-    _, bound = bind(nodes[-1])  # type: ignore[misc]
+    _, bound = bind_known(nodes[-1])
     fine = isinstance(bound[1], (int, float)) and bound[1] != 0 and bound[2] is None and bound[0] is nodes[0]
     return "" if fine else "the divisor is no number"
 
@@ -231,33 +240,33 @@ def _requantizes(node: fx.Node) -> bool:
 
 def _requantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    source = node.args[0]
-    old, new = qparams_of(source), qparams_of(node)  # type: ignore[arg-type]
+    source = first_input(node)
+    old, new = qparams_of(source), qparams_of(node)
     if old == new:
-        lowering.replace(node, source.args[0])  # type: ignore[union-attr]
+        lowering.replace(node, first_input(source))
         return "nothing"
     path = lowering.hold(f"{node.name}", script.Requantize(old, new))
-    lowering.replace(node, lowering.call(node, path, (source.args[0],), node, qparams=new))  # type: ignore[union-attr]
+    lowering.replace(node, lowering.call(node, path, (source.args[0],), node, qparams=new))
     return "requantize"
 
 
 def _feeds_conv2d(lowering: Lowering, node: fx.Node) -> bool:
     return any(
-        u.op == "call_module" and isinstance(k := lowering.modules.get(u.target), script.Conv) and k.ndim == 2
+        u.op == "call_module" and isinstance(k := lowering.kernel_of(u), script.Conv) and k.ndim == 2
         for u in node.users
     )
 
 
 def _image_conv(lowering: Lowering, node: fx.Node) -> script.Conv | None:
     """The one convolution that reads a quantized image of three channels."""
-    shape = node.args[0].meta.get("shape", ())  # type: ignore[union-attr]
+    shape = first_input(node).meta.get("shape", ())
     users = list(node.users)
     if len(shape) != 4 or shape[1] != 3 or len(users) != 1 or users[0].op != "call_module":
         return None
-    kernel = lowering.modules.get(users[0].target)  # type: ignore[arg-type]
+    kernel = lowering.kernel_of(users[0])
     plain = type(kernel) is script.Conv and kernel.groups == 1 and kernel.ndim == 2
     alone = len(lowering.graph.find_nodes(op="call_module", target=users[0].target)) == 1
-    return kernel if plain and alone else None  # type: ignore[return-value]
+    return kernel if plain and alone else None
 
 
 def _quantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -389,7 +398,7 @@ def prove_kernels(lowering: Lowering) -> None:
         elif is_call(node, script.max_pool) and not _pools_right(node):
             node.target, words = script.max_pool_of_levels, "float32 max pool of levels"
         elif is_call(node, script.int8_matmul):
-            m, k, n = *node.args[0].meta["shape"][-2:], node.args[1].meta["shape"][-1]
+            (m, k), n = node.args[0].meta["shape"][-2:], node.args[1].meta["shape"][-1]
             if not choice.is_matmul_right(m, k, n):
                 node.target, words = script.matmul_of_levels, "float32 product of levels"
         if words:
@@ -402,18 +411,19 @@ def prove_kernels(lowering: Lowering) -> None:
 
 def _proven_module(lowering: Lowering, node: fx.Node) -> str:
     """In words what now stands in for the kernel that a node calls, "" if nothing does."""
-    kernel, source = lowering.modules.get(node.target), node.args[0]  # type: ignore[arg-type]
+    kernel = lowering.kernel_of(node)
     if isinstance(kernel, (Recurrent, RecurrentCell)):
-        return _proven_steps(kernel, source.meta["shape"])  # type: ignore[union-attr]
+        return _proven_steps(kernel, first_input(node).meta["shape"])
     if not isinstance(kernel, (script.Conv, script.Linear)):
         return ""
+    source = first_input(node)
     if isinstance(kernel, script.DynamicLinear):
         top = kernel.levels
     else:
-        made = source.meta.get("qparams")  # type: ignore[union-attr]
+        made = source.meta.get("qparams")
         top = 255 if made is None else made.quant_max
-    new, words = choice.proven(kernel, source.meta["shape"], top)  # type: ignore[union-attr]
-    lowering.modules[node.target] = new  # type: ignore[index]
+    new, words = choice.proven(kernel, source.meta["shape"], top)
+    lowering.modules[str(node.target)] = new
     return words
 
 
@@ -433,16 +443,18 @@ def _proven_steps(recurrent: nn.Module, shape: Sequence[int]) -> str:
 
 def _pools_right(node: fx.Node) -> bool:
     """Whether a max pool is, as far as its settings are numbers; three dimensions need no kernel."""
-    shape, (kernel, stride, padding, dilation, ceil_mode) = node.args[0].meta["shape"], node.args[1:]  # type: ignore[union-attr]
-    lists = [kernel, stride, padding, dilation]
-    if len(kernel) > 2 or not all(isinstance(n, int) for values in lists for n in values):  # type: ignore[arg-type]
+    shape, settings = first_input(node).meta["shape"], list(node.args[1:])
+    lists: list[Any] = settings[:4]
+    ndim = len(lists[0])
+    if ndim > 2 or not all(isinstance(n, int) for values in lists for n in values):
         return True
-    if len(kernel) == 1:  # type: ignore[arg-type]
+    if ndim == 1:
         shape = (*shape[:2], 1, shape[2])
-        lists = [[fill, *values] for fill, values in zip((1, 1, 0, 1), lists, strict=True)]  # type: ignore[misc]
+        lists = [[fill, *values] for fill, values in zip((1, 1, 0, 1), lists, strict=True)]
     _, c, h, w = shape
+    kernel, stride, padding, dilation = lists
     return all(
-        choice.is_max_pool_right(shape, strides, *lists, bool(ceil_mode))  # type: ignore[arg-type]
+        choice.is_max_pool_right(shape, strides, kernel, stride, padding, dilation, bool(settings[4]))
         for strides in ((c * h * w, 1, w * c, c), (c * h * w, h * w, w, 1))
     )
 
@@ -451,12 +463,11 @@ def problem(lowering: Lowering, node: fx.Node) -> str:
     """What is wrong with a call of this backend's kernels; "" for what is right and for other nodes."""
     if node.op == "call_function":
         return ""
-    kernel = lowering.modules.get(node.target)  # type: ignore[arg-type]
+    kernel = lowering.kernel_of(node)
     wanted = torch.uint8 if isinstance(kernel, (script.Conv, script.Linear, script.Requantize)) else None
     if isinstance(kernel, script.DynamicLinear):
         wanted = None
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = first_input(node)
     if wanted is not None and source.meta.get("dtype") is not wanted:
         return f"its input is {source.meta.get('dtype')}"
     qparams = source.meta.get("qparams")

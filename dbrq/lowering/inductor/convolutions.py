@@ -75,7 +75,7 @@ def convolutions_of(graph: fx.Graph) -> list[Convolution]:
     found = []
     x: Any
     weight: Any
-    rest: Any
+    rest: list[Any]
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
         x, weight, *rest = node.args
         if not _is_made_by(x, _DEQUANTIZE) or not _is_made_by(weight, _DEQUANTIZE_PER_CHANNEL):

@@ -200,7 +200,7 @@ class InductorModel(LoweredModel):
             return result
 
         with inductor_settings(self.cpp_wrapper), self._narrowing():
-            run = compile_fx(module, examples, inner_compile=compiled)
+            run: Any = compile_fx(module, examples, inner_compile=compiled)
         # Without what keeps TorchDynamo out: while another thread exports, it writes to a dict that both threads share.
         return innermost_fn(run), "\n".join(codes)
 
