@@ -26,27 +26,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from .eager import views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
 from .eager.path import Frame
-from .errors import ConfigurationError, KernelInputError
-from .guards import not_compiled, without_autocast, without_gradient
+from .errors import ConfigurationError
+from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import mutates, reads_values
 from .pytree import tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
-from .record.record import Tag
+from .record.record import Record, Tag
 from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked, version_of
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
 NOT_RUN = object()
-_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
+_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]  # to torch's stubs a tensor
 _NO_KWARGS: dict[str, Any] = {}
 _disabled = torch._C.DisableTorchFunction
 
@@ -77,7 +76,10 @@ class ModelToken:
     Attributes:
         phase: "observe" or "int8".
         strict: leaving the recorded paths raises.
+        record: what runs showed; subclasses have it.
     """
+
+    record: Record
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -103,6 +105,10 @@ class ModelToken:
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """One run, in int8."""
         return RunCall(self).run(intercepted, args, kwargs)
+
+    def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
+        """The hook of a leaf module that is called by itself, outside of the model."""
+        raise AssertionError("subclasses say which")
 
 
 class InterceptedForward:
@@ -139,10 +145,11 @@ class InterceptedForward:
             if self.module.training:
                 return call.enter(self, args, kwargs)
             return args[0] if args else next(iter(kwargs.values()))
+        hook: Hook | None
         index, hooks = frame.index, frame.hooks
         if index < len(hooks) and (hook := hooks[index]).module_path == self.path and not hook.sited:
             frame.index = index + 1
-        elif (hook := frame.leaf(self.row, self.path)) is None:  # type: ignore[assignment]
+        elif (hook := frame.leaf(self.row, self.path)) is None:
             return call.unrecorded_leaf(self, args, kwargs)
         if kwargs or len(args) != 1:
             return hook.module(call, self, args, kwargs)
@@ -185,7 +192,7 @@ class InterceptedForward:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
+    def __doc__(self) -> str | None:  # type: ignore[override]  # typeshed knows no computed one
         return type(self.module).forward.__doc__
 
     @property
@@ -213,7 +220,7 @@ class RunCall(TorchFunctionMode):
     @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         if torch._C._len_torch_dispatch_stack():
-            _refuse_fake_mode(intercepted.path)
+            refuse_fake_mode(intercepted.path)
         if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
             args, kwargs = tree_map(plain, (args, kwargs))
         outer, active.call = active.call, self
@@ -297,7 +304,7 @@ class RunCall(TorchFunctionMode):
     def _leaf(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         row = intercepted.row
         if row is None or self.frame is None or row.role in (Role.PASS, Role.FLOAT):
-            if intercepted.passes and (not intercepted.module.training or row.name == "identity"):
+            if row is not None and intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
             with _disabled():
                 output = self._unseen(intercepted, args, kwargs)
@@ -337,7 +344,7 @@ class RunCall(TorchFunctionMode):
                     self.provenance.set_tag_of_any(leaf, hook.reads[0].tag)
             return tree_map(plain, hook.module(self, intercepted, args, kwargs))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or _NO_KWARGS
         if func in DECOMPOSABLE and (parts := decomposed(func, args, kwargs)) is not None:
             with self:
@@ -350,19 +357,22 @@ class RunCall(TorchFunctionMode):
             return self._pass(func, row, args, kwargs)
         if row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
-        hook = self.frame.function(row, spelling.bind(args, kwargs) if row.takes_weight else None)
+        frame = self.frame
+        assert frame is not None
+        hook = frame.function(row, spelling.bind(args, kwargs) if row.takes_weight else None)
         if hook is None:
-            self.frame.state.unrecorded(row.name, None)
+            frame.state.unrecorded(row.name, None)
             return self._other(func, args, kwargs)
         if self.log_hooks:
-            hook_log.debug("%s::%s.__torch_function__ start", self.frame.state.path or "<root>", row.name)
+            hook_log.debug("%s::%s.__torch_function__ start", frame.state.path or "<root>", row.name)
         output = hook.function(self, func, spelling, args, kwargs)
         if self.log_hooks:
-            hook_log.debug("%s::%s.__torch_function__ end", self.frame.state.path or "<root>", row.name)
+            hook_log.debug("%s::%s.__torch_function__ end", frame.state.path or "<root>", row.name)
         return output if self.log is None else self._logged(hook, output)
 
     def _logged(self, hook: Hook, output: Any) -> Any:
         if not (isinstance(output, Int8Tensor) and output.deferred is not None):  # inside a fusion there is no value
+            assert self.log is not None
             self.log(hook.op, output)
         return output
 
@@ -453,21 +463,12 @@ class RunCall(TorchFunctionMode):
         return self.provenance.tag(value)
 
 
-def _refuse_fake_mode(path: str) -> None:
-    """Raise where all tensors that are made are stand-ins without elements: kernels need those."""
-    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
-    if any(isinstance(mode, FakeTensorMode) for mode in stack):
-        raise KernelInputError(
-            "a converted model was called under FakeTensorMode", path=path, expected="tensors with elements",
-            hint="trace the float model, or the graph that dbrq.rewrite gives",
-        )  # fmt: skip
-
-
 def _shown(leaf: Any) -> Any:
     """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
-    if isinstance(leaf, Lazy):
-        fused = getattr(leaf, "deferred", None)
-        leaf = leaf.float_value() if fused is None else fused.value(leaf.stage)  # type: ignore[attr-defined]
+    if isinstance(leaf, Int8Tensor) and leaf.deferred is not None:
+        leaf = leaf.deferred.value(leaf.stage)
+    elif isinstance(leaf, Lazy):
+        leaf = leaf.float_value()
     return leaf.detach() if type(leaf) is Tensor else leaf
 
 

@@ -1,6 +1,7 @@
 """Errors that tell the reader where, what was expected, what came, and what to do."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -60,11 +61,14 @@ class QuantizationError(RuntimeError):
             lines.append(f"  what to do: {hint}")
         super().__init__("\n".join(lines))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.path, self.op, self.expected, self.got, self.hint)
 
 
-def _rebuild(cls, message, path, op, expected, got, hint):
+def _rebuild(
+    cls: type[QuantizationError], message: str, path: str | None, op: str | None, expected: object, got: object,
+    hint: str | None,
+) -> QuantizationError:  # fmt: skip
     return cls(message, path=path, op=op, expected=expected, got=got, hint=hint)
 
 

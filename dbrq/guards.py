@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .errors import ERRORS_OF_CODE, ConfigurationError, QuantizationError
+from .errors import ERRORS_OF_CODE, ConfigurationError, KernelInputError, QuantizationError
 from .hidden_state import extend, original
 from .mappings import Role
 from .pytree import tree_leaves, tree_map
@@ -148,12 +149,22 @@ def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
     return tree_map(guarded, output)
 
 
+def refuse_fake_mode(path: str) -> None:
+    """Raise where all tensors that are made are stand-ins without elements: kernels need those."""
+    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    if any(isinstance(mode, FakeTensorMode) for mode in stack):
+        raise KernelInputError(
+            "a converted model was called under FakeTensorMode", path=path, expected="tensors with elements",
+            hint="trace the float model, or the graph that dbrq.rewrite gives",
+        )  # fmt: skip
+
+
 def refuse_checkpoint(op: SeenOp, run: CodeType) -> None:
     """Raise where a rounded op of a training run is inside ``torch.utils.checkpoint``, and that inside of ``run``.
 
     That runs its part of forward anew in backward, outside of the run: without rounding, so with other gradients.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             raise QuantizationError(
@@ -162,7 +173,7 @@ def refuse_checkpoint(op: SeenOp, run: CodeType) -> None:
                 got="torch.utils.checkpoint",
                 hint="switch checkpointing off in quantization aware training (gradient_checkpointing_disable())",
             )  # fmt: skip
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 # torch.compile
@@ -177,6 +188,6 @@ def not_compiled(function: Callable) -> Callable:
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "dbrq watches eager code, and its kernels need no compiler"  # type: ignore[attr-defined]
+    function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = "dbrq watches eager code, and its kernels need no compiler"
     return function

@@ -334,7 +334,7 @@ _PASS = [
     OpRow("identity", Role.PASS, modules={nn.Identity: ""}),
     *(
         OpRow(name, Role.PASS, f"input p=0.5 training={'alpha' not in name} inplace=False", (getattr(F, name),),
-              modules={cls: "p training inplace"} if cls else {})
+              modules={cls: "p training inplace"})
         for name, cls in zip(DROPOUTS, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
                                          nn.FeatureAlphaDropout), strict=True)
     ),
@@ -345,6 +345,7 @@ _PASS = [
     OpRow("to", Role.PASS, methods=("to", "float", "type_as")),
 ]  # fmt: skip
 
+_OPERATORS: dict[str, tuple[Callable, ...]] = {"abs": (abs,), "neg": (operator.neg,)}
 _NO_INT8 = "no int8 kernel for this op"
 _NO_GROUPS = (
     "no int8 kernel for grouped products; linear layers called one by one have one "
@@ -364,7 +365,7 @@ _FLOAT = [
           (F.scaled_dot_product_attention,), reason=_NO_INT8, macs=macs.attention),
     *(
         OpRow(name, Role.FLOAT, "input decimals=0" if name == "round" else "input", (getattr(torch, name),), (name,),
-              operators={"abs": (abs,), "neg": (operator.neg,)}.get(name, ()), reason=_NO_INT8)
+              operators=_OPERATORS.get(name, ()), reason=_NO_INT8)
         for name in ("abs", "square", "exp", "sqrt", "round", "neg", "reciprocal", "rsqrt")
     ),
     OpRow("pow", Role.FLOAT, "input exponent", (torch.pow,), ("pow",), reason=_NO_INT8),
@@ -412,7 +413,8 @@ def _spellings() -> dict[Callable, Spelling]:
     for row in TABLE:
         for spelled, params in row.variants.items():
             enter(spelled, row, False, params)
-        for spelled in (*row.functions, *row.methods):
+        spellings: tuple[Callable | str, ...] = (*row.functions, *row.methods)
+        for spelled in spellings:
             enter(spelled, row, False, row.params)
         for spelled in row.inplace:
             enter(spelled, row, True, row.params)
@@ -465,4 +467,4 @@ def function_name(func: Callable) -> str:
     if spelled is not None:
         return spelled.row.name
     name = getattr(func, "__name__", str(func))
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name

@@ -71,7 +71,7 @@ def _overloads(function: Callable | str) -> tuple[OpOverload, ...]:
     if not isinstance(function, OpOverloadPacket):
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
         if name == "__get__":
-            name = getattr(function.__self__, "__name__", "")  # type: ignore[union-attr]
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
         found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
         if not isinstance(found, OpOverloadPacket):
             return ()
@@ -439,5 +439,6 @@ def reads_values(func: Callable) -> bool:
     """Whether ``func`` looks at the elements of its tensors, not only at shape, dtype and the like."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return func in FUNCTIONS or getattr(func.__self__, "__name__", "") in ("real", "imag", "grad", "T", "H")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return func in FUNCTIONS or attribute in ("real", "imag", "grad", "T", "H")
     return name not in _METADATA

@@ -34,7 +34,8 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         if not changed:
             return tree
         if not hasattr(tree, "__setitem__"):
-            return type(tree)(values)  # type: ignore[call-arg]
+            cls: Any = type(tree)
+            return cls(values)
 
         def change(out: Any) -> None:
             for key, new in changed.items():
@@ -49,7 +50,12 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         changed = {name: new for name, old in fields.items() if (new := tree_map(fn, old)) is not old}
         if not changed:
             return tree
-        return _replaced(tree, lambda out: [object.__setattr__(out, name, new) for name, new in changed.items()])
+
+        def change_fields(out: Any) -> None:
+            for name, new in changed.items():
+                object.__setattr__(out, name, new)
+
+        return _replaced(tree, change_fields)
     return fn(tree)
 
 

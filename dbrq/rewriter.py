@@ -365,7 +365,7 @@ def _record(
     model = working_copy(quantized, kept)  # the run may leave traces in it
     own_args, own_kwargs = owned((args, kwargs))
     intercepted: InterceptedForward = model.__dict__["forward"]
-    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)  # type: ignore[attr-defined]
+    recorder = GraphRecorder(model, sizes, intercepted.token.record.numbers, state)
     _name_leaves(model, recorder)
     inputs = Inputs(recorder, intercepted, own_args, own_kwargs, inside)
     run = GraphRun(intercepted.token, recorder, inputs)

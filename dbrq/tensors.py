@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 from .pytree import tree_map
 from .record.record import Tag
+
+#: Sizes, strides and offset of a view in its storage.
+Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 # Elements may be asked for while a function mode is on, which must not see how they are made.
 _disabled = torch._C.DisableTorchFunction
@@ -106,9 +109,6 @@ class _Keyed(weakref.ref):
         self.key = id(tensor)
         return self
 
-    def __init__(self, tensor: Tensor, dropped: Callable[[_Keyed], None]) -> None:
-        super().__init__(tensor, dropped)  # type: ignore[call-arg]
-
 
 class _Current(threading.local):
     """The provenance of the call that this thread runs, if it runs one."""
@@ -142,14 +142,16 @@ class Lazy(torch.Tensor):
     """A tensor whose float elements are computed when an op wants them."""
 
     # The function mode comes first, and outside of one __torch_dispatch__ does; a third stop would only cost time.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stub of it is wrong
 
     def float_value(self) -> Tensor:
         """The value as a plain float32 tensor."""
         raise AssertionError("subclasses say how")
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # to torch's stubs it is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         written = args[0] if args and func._schema.is_mutable else None
         if isinstance(written, Lazy):
             return written._apply_in_place(func, args, kwargs or {})
@@ -166,30 +168,39 @@ class Lazy(torch.Tensor):
         return self.float_value().clone()
 
     # Those that need a storage are not ops, so dispatch never sees them.
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> Any:
         return self.float_value().numpy(force=force)
 
-    def __array__(self, dtype=None):
+    def __array__(self, dtype: Any = None) -> Any:
         return self.float_value().__array__(dtype)
 
-    def tolist(self):
+    def tolist(self) -> Any:
         return self.float_value().tolist()
 
     def data_ptr(self) -> int:
         return self.float_value().data_ptr()
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops names here
         return f"{type(self).__name__}({self.float_value()!r})"
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.float_value().clone()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.float_value().clone().__reduce_ex__(protocol)
+
+
+class Fusion(Protocol):
+    """What runs a fusion. ``value_ids``: the value of its head, and after each follower."""
+
+    value_ids: list[int]
 
 
 class Deferred(Protocol):
     """A fusion under way: its value after ``stage`` followers of its head, and that value's tag."""
+
+    @property
+    def plan(self) -> Fusion: ...
 
     def value(self, stage: int) -> Tensor: ...
 
@@ -202,23 +213,33 @@ class Int8Tensor(Lazy):
     Attributes:
         size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
-        qparams: what they mean.
+        qparams: what they mean; None where there are none.
         tag: who made them, or made what they were moved from; of a fusion under way, ``deferred`` says it.
         deferred, stage: a fusion under way and how far it has come, until it is read.
-        alias: a cell shared by all views of one value, True once a second one exists.
+        alias: all views of one value, held weakly; None while there is only one.
     """
 
     size_: torch.Size
     data_u8: Tensor | None = None
-    qparams: QParams | None = None
+    if TYPE_CHECKING:  # who reads it knows of ``data_u8``
+
+        @property
+        def qparams(self) -> QParams: ...
+
+        @qparams.setter
+        def qparams(self, qparams: QParams | None) -> None: ...
+    else:
+        qparams = None
     tag: int | str | None = None
     deferred: Deferred | None = None
     stage: int = 0
-    alias: list | None = None
+    alias: list[weakref.ref] | None = None
     _float: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, tag: int | str | None):
+    def __new__(
+        cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, tag: int | str | None
+    ) -> Int8Tensor:
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
         self.size_, self.data_u8, self.qparams, self.tag = shape, data_u8, qparams, tag
         return self
@@ -242,7 +263,7 @@ class Int8Tensor(Lazy):
 
     def become(self, other: Tensor) -> None:
         """Take another value, as an in-place op does."""
-        if self.alias is not None and self.alias[0]:
+        if self.alias is not None and any(view() is not None and view() is not self for view in self.alias):
             raise QuantizationError(
                 "an in-place op writes to an int8 value that has views",
                 expected="the in-place op to be recorded in the watching run, which keeps such values in float",
@@ -259,14 +280,15 @@ class Int8Tensor(Lazy):
     def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
         """Other elements' order or choice of the same value, qparams unchanged."""
         moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag)
-        if self.alias is None:
-            self.alias = [False]
+        assert self.data_u8 is not None
         if data_u8.untyped_storage()._cdata == self.data_u8.untyped_storage()._cdata:
-            self.alias[0] = True
+            if self.alias is None:
+                self.alias = [weakref.ref(self)]
+            self.alias.append(weakref.ref(moved))
             moved.alias = self.alias
         return moved
 
-    def _apply_in_place(self, func, args, kwargs):
+    def _apply_in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         value = self.float_value()
         args, kwargs = tree_map(plain, (tuple(args[1:]), kwargs))
         value = value.clone() if self.data_u8 is not None else value
@@ -292,11 +314,11 @@ class Int8Weight(Lazy):
     owner: nn.Module
     parameter: str
     axis: int | None
-    geometry: tuple[tuple, tuple, int]
+    geometry: Geometry
     is_whole: bool
 
     @staticmethod
-    def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: tuple[tuple, tuple, int], whole: bool):
+    def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: Geometry, whole: bool) -> Int8Weight:
         shape, stride, _ = geometry
         self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=torch.float32)
         self.owner, self.parameter, self.axis, self.geometry, self.is_whole = owner, name, axis, geometry, whole
@@ -305,7 +327,15 @@ class Int8Weight(Lazy):
     @classmethod
     def whole(cls, owner: nn.Module, name: str, axis: int | None) -> Int8Weight:
         """The weight that ``owner`` holds as ``{name}_int8`` and ``{name}_scale``."""
-        return cls(owner, name, axis, geometry_of(owner._buffers[f"{name}_int8"].contiguous()), True)
+        int8 = owner._buffers[f"{name}_int8"]
+        assert int8 is not None
+        return cls(owner, name, axis, geometry_of(int8.contiguous()), True)
+
+    def _held(self, suffix: str) -> Tensor:
+        """A buffer of the owner that the weight consists of."""
+        held = self.owner._buffers[f"{self.parameter}_{suffix}"]
+        assert held is not None
+        return held
 
     def _part(self, whole: Tensor) -> Tensor:
         """This view of the whole weight, whatever memory layout that has by now."""
@@ -314,12 +344,11 @@ class Int8Weight(Lazy):
 
     def int8(self) -> Tensor:
         """The int8 elements, contiguous or a view of contiguous ones."""
-        return self._part(self.owner._buffers[f"{self.parameter}_int8"])
+        return self._part(self._held("int8"))
 
     def float_value(self) -> Tensor:
         with _disabled():
-            whole = self.owner._buffers[f"{self.parameter}_int8"]
-            scale = self.owner._buffers[f"{self.parameter}_scale"]
+            whole, scale = self._held("int8"), self._held("scale")
             zero_point = self.owner._buffers.get(f"{self.parameter}_zero_point")
             levels = whole.to(torch.float32)
             if zero_point is not None:
@@ -345,7 +374,7 @@ class Int8Weight(Lazy):
     def __deepcopy__(self, memo: dict) -> Int8Weight:
         return Int8Weight(copy.deepcopy(self.owner, memo), self.parameter, self.axis, self.geometry, self.is_whole)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Int8Weight, (self.owner, self.parameter, self.axis, self.geometry, self.is_whole)
 
 
@@ -353,9 +382,10 @@ class _NotAView(Exception):
     pass
 
 
-def geometry_of(tensor: Tensor) -> tuple[tuple, tuple, int]:
-    """Where a view's elements lie in its storage: sizes, strides, offset."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Where a view's elements lie in its storage."""
+    offset = tensor.storage_offset()
+    return tuple(tensor.shape), tuple(tensor.stride()), offset  # type: ignore[return-value]  # torch's stubs: or SymInt
 
 
 def unmarked(value: Any) -> Any:

@@ -262,16 +262,20 @@ def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) 
 
     token.weight_axes, token.kept_weights = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
     for path in {
-        op.module for op in token.record.hooked() if op.row.role is Role.RECURRENT and op.decision.precision == "int8"
-    }:  # type: ignore[union-attr]
+        op.module for op in token.record.hooked()
+        if op.module is not None and op.row.role is Role.RECURRENT and op.decision.precision == "int8"
+    }:  # fmt: skip
         op = next(o for o in token.record.hooked() if o.module == path)
-        convert_recurrent(modules[path], [name for name, _ in recurrent_weights(modules[path])], op.qconfig)  # type: ignore[index]
+        convert_recurrent(modules[path], [name for name, _ in recurrent_weights(modules[path])], op.qconfig)
 
 
 def _keys(op: SeenOp) -> list[int]:
     decision = op.decision
     keys = [key for read in decision.reads for _, key in read.edges]
-    return keys if decision.writes is None else [*keys, decision.writes]  # type: ignore[list-item, return-value]
+    if decision.writes is not None:
+        keys.append(decision.writes)
+    assert all(isinstance(key, int) for key in keys)  # of several values only for times that were not seen
+    return [key for key in keys if isinstance(key, int)]
 
 
 def quantize(

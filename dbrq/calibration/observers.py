@@ -7,6 +7,7 @@ which is exact, so neither the order nor the number of batches changes the resul
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
             counts = torch.bincount(scaled.floor_().add_(half).to(torch.int32), minlength=self.bins)
             self.histogram.add_(counts, alpha=weight)
 
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # torch's base wants **kwargs
         """The qparams with the least expected squared error, clipping included.
 
         Zero is always represented exactly. If no value seen is as large as ``eps``, the scale is 1.
@@ -428,6 +429,7 @@ def default_qconfig_mapping(reduce_range: bool | None = None) -> QConfigMapping:
         )
     )
     row = FUNCTIONS[torch.matmul].row
-    for matmul in (*row.functions, *row.methods, *row.operators):
+    spellings: tuple[Callable | str, ...] = (*row.functions, *row.methods, *row.operators)
+    for matmul in spellings:
         mapping.set_object_type(matmul, None)
     return mapping

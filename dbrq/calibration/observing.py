@@ -39,7 +39,7 @@ class Session(Protocol):
     observing: dict[tuple[SeenOp, int], Observation]
     observers: dict[int, nn.Module]
     ranges: dict[int, tuple[float, float]]
-    lock: threading.RLock  # type: ignore[valid-type]
+    lock: threading.RLock
 
     def weight_fake_quant(self, op: SeenOp) -> nn.Module | None: ...
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.ao.quantization import QConfig
 
 from ..fusion import find_chains, step_of
 from ..mappings import Role
@@ -113,6 +114,7 @@ class Placement:
 
     def _unfit(self, op: SeenOp, mode: str) -> str:
         role = op.row.role
+        assert op.qconfig is not None
         bad = [i.dtype for _, vid in op.activations if (i := self.record.values[vid].info).dtype is not torch.float32]
         if bad:
             return f"its input is {bad[0]}, and int8 kernels stand in for float32"
@@ -210,7 +212,8 @@ class Placement:
         found = {vid: self._levels[vid] for vid in self._pinned}
         for vid, value in self.record.values.items():
             if vid not in self._pinned and value.origin is None:
-                found[vid] = self._made(value.producer)  # type: ignore[arg-type]
+                assert value.producer is not None
+                found[vid] = self._made(value.producer)
         self._levels.update(found)
         self._spread(vid for vid, level in found.items() if level is not Level.NEUTRAL)
 
@@ -423,7 +426,7 @@ class Placement:
         self._sources.update(dict.fromkeys(way, known))
         return known
 
-    def observer_qconfig(self, vid: int, reader: SeenOp):
+    def observer_qconfig(self, vid: int, reader: SeenOp) -> QConfig | None:
         """The qconfig whose activation observer watches a value: its producer's where that runs in int8, else the
         reader's.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..mappings import Role
@@ -32,7 +34,7 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
     return ""
 
 
-def kernel_of(op: SeenOp, mode: str, chain) -> str:
+def kernel_of(op: SeenOp, mode: str, chain: Sequence[SeenOp]) -> str:
     """What runs, in words for the report."""
     row = op.row
     if row.role is Role.RECURRENT:

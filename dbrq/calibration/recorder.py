@@ -291,7 +291,7 @@ class Watch(Values, TorchFunctionMode):
             self._keep(seen, stashed)
         return output
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         parts = None if self.hidden else decomposed(func, args, kwargs)
         if parts is not None:
@@ -368,8 +368,8 @@ class Watch(Values, TorchFunctionMode):
         weight = None
         if row.takes_weight and not is_module and (ref := self._weight(row, bound[1], frame.path)) is not None:
             weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
-        whole = is_module or (module is not None and module.opaque)
-        place = Place(op, site(), module.path if whole else None, weight)  # type: ignore[union-attr]
+        whole = module if module is not None and (is_module or module.opaque) else None
+        place = Place(op, site(), None if whole is None else whole.path, weight)
         nth = frame.counts[place, hooked]  # a converted model counts hooked ops only
         frame.counts[place, hooked] += 1
         started = _Started(place, nth, hooked, inputs, None)
@@ -421,7 +421,8 @@ class Watch(Values, TorchFunctionMode):
         self._describe(seen, row, bound, module)
         same = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if row.role is Role.PASS:
-            seen.outputs = tuple(self._moved(seen, t, inputs).info for t in tensors)
+            given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+            seen.outputs = tuple(self._moved(seen, t, inputs, given).info for t in tensors)
         else:
             seen.inplace = isinstance(written, Tensor) or (bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
@@ -436,7 +437,8 @@ class Watch(Values, TorchFunctionMode):
         for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row.role is Role.PASS else set()):
             self.record.values[vid].readers.append(seen)
         if hooked:
-            frame.call.paths[0].steps.append(seen)  # type: ignore[union-attr]
+            assert frame.call is not None
+            frame.call.paths[0].steps.append(seen)
         self._count(seen, args, kwargs, bound, module)
         self.record.ops.append(seen)
         known = started.known
@@ -469,14 +471,14 @@ class Watch(Values, TorchFunctionMode):
         keys += [ref.key for ref in how.sources] if isinstance(how, Computed) else []
         return any(key is not None and key[1] in self._modules[key[0]]._parameters for key in keys)
 
-    def _describe(self, seen: SeenOp, row: OpRow, bound: list, module: InterceptedForward | None) -> None:
+    def _describe(self, seen: SeenOp, row: OpRow, bound: Sequence[Any], module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""
         seen.constants = tuple(constant(b) for b in bound)
         seen.activations = tuple(
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )
         if row.role in (Role.COMPUTE, Role.EMBEDDING) and row.name != "matmul" and len(bound) > 1:
-            seen.weight = self._weight(row, bound[1], self.frame.path)
+            seen.weight = self._weight(row, bound[1], seen.owner)
             if seen.weight is None:
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
             elif seen.weight.computed:
@@ -486,12 +488,9 @@ class Watch(Values, TorchFunctionMode):
                 seen.bias_computed = seen.bias is None
         if row.role is Role.NORM:
             seen.norm = tuple(self._parameter(b) if isinstance(b, Tensor) else None for b in bound[1:5])
-        if module is not None and row.ndim and getattr(module.module, "padding_mode", "zeros") != "zeros":
-            seen.pad = (tuple(module.module._reversed_padding_repeated_twice), module.module.padding_mode)
-
-    # Values
-
-    # Weights computed from parameters alone
+        leaf: Any = None if module is None else module.module
+        if row.ndim and getattr(leaf, "padding_mode", "zeros") != "zeros":
+            seen.pad = (tuple(leaf._reversed_padding_repeated_twice), leaf.padding_mode)
 
 
 def _spelled(func: Callable) -> str:

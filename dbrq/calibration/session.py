@@ -204,7 +204,9 @@ def place(token: QuantizedModelToken, forced: dict[int, str]) -> Placement:
             continue
         observer = held.get(before.get(vid, -1))
         if observer is None:
-            observer = placement.observer_qconfig(vid, op).activation()
+            qconfig = placement.observer_qconfig(vid, op)
+            assert qconfig is not None
+            observer = qconfig.activation()
             if vid in token.ranges:
                 observer(torch.tensor(token.ranges[vid]))
         elif id(observer) in kept:  # values that shared one do so no more
@@ -321,7 +323,7 @@ def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
     return model
 
 
-def token_of(model: nn.Module, phase: str, doing: str) -> QuantizedModelToken:
+def token_of(model: object, phase: str, doing: str) -> QuantizedModelToken:
     state = state_of(model) if isinstance(model, nn.Module) else None
     if state is None or state.token.phase != phase:
         wanted = "a model that prepare returned" if phase == "observe" else "a model that convert returned"

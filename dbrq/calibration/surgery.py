@@ -106,8 +106,10 @@ def bake(model: nn.Module) -> nn.Module:
 
 
 def _bake_new_style(module: nn.Module) -> None:
-    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
-    parameters = {name for name, how in module.parametrizations.items() if any(True for _ in how.parameters(False))}  # type: ignore[union-attr, operator]
+    computed = module.parametrizations
+    assert isinstance(computed, nn.ModuleDict)
+    values = {name: getattr(module, name).detach().clone() for name in computed}
+    parameters = {name for name, how in computed.items() if any(True for _ in how.parameters(False))}
     # Only the instance changes class: copies share the class that has the properties.
     module.__class__ = parametrize.type_before_parametrizations(module)
     del module._modules["parametrizations"]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..eager import views
 from ..mappings import (
     OpRow,
     Role,
@@ -121,7 +122,7 @@ class Values:
             value = None if value.origin is None else self.record.values[value.origin]
         return False
 
-    def _moved(self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...]) -> Value:
+    def _moved(self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...], given: Any) -> Value:
         """The result of an op that moves elements; the value itself if that op did nothing."""
         known = self._lookup(tensor)
         if known is not None:
@@ -138,7 +139,17 @@ class Values:
                 source.info.constant,
             )
             value.origin, value.parameter = source.info.id, source.parameter
+            if seen.row.name in views.AS_LAID_OUT:
+                self._copied(given, tensor)
         return value
+
+    def _copied(self, given: Any, tensor: Tensor) -> None:
+        """A copy, if it is one, for whose int8 value the value itself may stand: a write to either is one to both."""
+        mine = _storage(tensor)
+        held = None if given is None else _storage(given)
+        if mine is not None and held is not None and held != mine:
+            own, others = self._by_storage[mine], self._by_storage[held]
+            self._by_storage[mine], self._by_storage[held] = own + others, others + own
 
     def _same_value(self, source: Any, output: Any) -> None:
         """Identity and dropout in eval may return a new object for the same value."""
@@ -175,7 +186,8 @@ class Values:
         geometry = geometry_of(tensor)
         if registered is None or (geometry != geometry_of(registered) and not registered.is_contiguous()):
             return None
-        return ParameterRef(*key, geometry == geometry_of(registered), *geometry)
+        (path, name), (shape, stride, offset) = key, geometry
+        return ParameterRef(path, name, geometry == geometry_of(registered), shape, stride, offset)
 
     def _registered(self, key: tuple[str, str]) -> Tensor | None:
         path, name = key

@@ -92,9 +92,9 @@ class ComputePlan(Plan):
             shape = self._usual.get(x.size_)
             if shape is not None and x.tag in self._tags:
                 if self.steps:
-                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)  # type: ignore[arg-type]
+                    return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)
                 with _disabled():
-                    return self._result(x.data_u8, x.qparams, shape)  # type: ignore[arg-type]
+                    return self._result(x.data_u8, x.qparams, shape)
         return self.module(call, leaf, (x,), {})
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
@@ -211,6 +211,7 @@ class ComputePlan(Plan):
         token = self.state.token
         values, stage = token.record.values, len(self.steps)
         last = values[self.steps[-1].value].producer if stage else self.op
+        assert last is not None
         writes = None if self.op.bias_computed else last.decision.writes
         out = None if writes is None else token.states[last.owner].qparams(writes)
         addition = next((step for step in self.steps if step.other_slot is not None), None)
@@ -231,6 +232,7 @@ class ComputePlan(Plan):
         """As ``prove``, for what ``_sum`` does with the addition ``step``."""
         token = self.state.token
         adds = token.record.values[step.value].producer
+        assert adds is not None
         others = [token.record.values[vid].info.shape for slot, vid in adds.activations if slot == step.other_slot]
         if len(others) != 1 or (step.other is None and out is not None):
             return  # whether it comes as int8 shows when it comes
@@ -375,7 +377,7 @@ class FusedPlan(Plan):
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""
         if type(x) is not Int8Tensor or x.deferred is None:
             return False
-        return x.deferred.plan.value_ids[x.stage] == self.follows  # type: ignore[attr-defined]
+        return x.deferred.plan.value_ids[x.stage] == self.follows
 
     def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
         """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
@@ -428,7 +430,8 @@ class DynamicLinearPlan(ComputePlan):
 
     def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
-        self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
+        assert op.qconfig is not None
+        self.reduce_range = seven_bits(op.qconfig.activation())
 
     def prove(self) -> None:
         if self.op.decision.mode == "weight_only":
@@ -439,7 +442,7 @@ class DynamicLinearPlan(ComputePlan):
             if shape is not None:
                 self.packed(False).prove(shape, QParams(1.0, top // 2, 0, top), NO_POST_OP, None)
 
-    def run(self, call: Run, bound: list[Any]) -> Any:
+    def run(self, call: Run, bound: Sequence[Any]) -> Any:
         x = plain(bound[0])
         self.require_float32(x)
         if not x.numel():

@@ -93,14 +93,22 @@ def multi_head_attention_forward(
     return output, weights
 
 
-def _project(query, key, value, embed_dim, weight, bias, separate):
+def _project(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, weight: Tensor | None, bias: Tensor | None,
+    separate: tuple[Any, ...] | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The three input projections; equal inputs share one quantization, since they are one value."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    weights = weight.chunk(3) if separate is None else separate
-    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    if separate is None:
+        assert weight is not None
+        separate = weight.chunk(3)
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), separate, biases, strict=True))
 
 
-def _merge_masks(attn_mask, key_padding_mask, is_causal, batch, heads, length, sources, extra, dtype) -> Tensor | None:
+def _merge_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, batch: int, heads: int, length: int,
+    sources: int, extra: int, dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
     """One additive float mask that broadcasts to ``[batch, heads, length, sources]``, or None."""
     if attn_mask is None and key_padding_mask is None:
         if not is_causal:

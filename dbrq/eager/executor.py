@@ -155,7 +155,7 @@ class Plan:
         if type(x) is Int8Tensor and x.data_u8 is not None:
             if self.any_time or self.edge(number, x.tag) is None:
                 call.unsure = call.strays = True
-            return x.data_u8, x.qparams  # type: ignore[return-value]
+            return x.data_u8, x.qparams
         tag = call.tag_of(x)
         x = plain(x)
         qparams = self.edge(number, tag)

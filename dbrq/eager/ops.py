@@ -67,9 +67,10 @@ class SharePlan(Plan):
         assert self.out is not None
         last = len(self.reads) - 1  # more may come than ever before
         found = [self.read_int8(call, x, min(i, last)) for i, x in enumerate(self._inputs(bound))]
-        if call.unsure or any(f is None for f in found):
+        known = [f for f in found if f is not None]
+        if call.unsure or len(known) < len(found):
             return self.write(call, self.run_plain(bound))
-        data = [kernels.requantize(*f, self.out) for f in found]  # type: ignore[misc]
+        data = [kernels.requantize(q, qparams, self.out) for q, qparams in known]
         result = self._on_integers(data, bound)
         return Int8Tensor(result.shape, result, self.out, self.tag)
 
@@ -120,25 +121,27 @@ class EmbeddingPlan(Plan):
     def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         assert op.weight is not None
+        self.weight = op.weight
         self.modules = state.token.modules
         self.owner, self.name = self.modules[op.weight.path], op.weight.name
         self.axis = state.token.weight_axes[op.weight.key]
 
     def fits(self, bound: Sequence[Any]) -> bool:
-        return is_weight(bound[1], self.op.weight, self.modules)  # type: ignore[arg-type]
+        return is_weight(bound[1], self.weight, self.modules)
 
     def _rows(self, index: Tensor) -> Tensor:
         buffers = self.owner._buffers
         weight, scale = buffers[f"{self.name}_int8"], buffers[f"{self.name}_scale"]
         zero_point = buffers.get(f"{self.name}_zero_point")
-        rows = F.embedding(index, weight).to(torch.float32)  # type: ignore[arg-type]
+        assert weight is not None and scale is not None
+        rows = F.embedding(index, weight).to(torch.float32)
         if self.axis not in (0, None):
             raise QuantizationError(
                 "an embedding's scales must run along its rows", path=self.op.owner, op=self.op.path
             )
         if zero_point is not None:
             rows.sub_(zero_point if self.axis is None else zero_point[index].unsqueeze(-1))
-        return rows.mul_(scale if self.axis is None else scale[index].unsqueeze(-1))  # type: ignore[index]
+        return rows.mul_(scale if self.axis is None else scale[index].unsqueeze(-1))
 
     def run(self, call: Run, bound: list[Any]) -> Any:
         index = bound[0]
@@ -153,7 +156,7 @@ class EmbeddingPlan(Plan):
             padding = None
         rows = self._rows(index.flatten())
         if not index.numel():
-            rows = torch.zeros(1, self.op.weight.shape[1])  # type: ignore[union-attr]
+            rows = torch.zeros(1, self.weight.shape[1])
         rest = [bound[2], None, bound[4], False, bound[6], False, plain(bound[8]), bound[9], padding]
         return self.write(call, F.embedding_bag(places, rows, *rest))
 
@@ -164,7 +167,8 @@ class RecurrentPlan(Plan):
     def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         self._packed: tuple[Watched, dict[str, PackedLinear]] | None = None
-        self.reduce_range = seven_bits(op.qconfig.activation())  # type: ignore[union-attr]
+        assert op.qconfig is not None
+        self.reduce_range = seven_bits(op.qconfig.activation())
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad(), _disabled():

@@ -15,8 +15,15 @@ from ..pytree import tree_map
 from ..tensors import Int8Tensor, Int8Weight, Lazy
 
 SAME = frozenset({"identity", "contiguous", *DROPOUTS})
+#: What copies elements or does not, as the layout of what it is given and its settings have it.
+AS_LAID_OUT = frozenset({*SAME, "to", "reshape", "reshape_as", "flatten", "ravel"})
 # Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
-RESHAPED = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as, "ravel": torch.Tensor.flatten}
+_PLAIN = (torch.contiguous_format, torch.preserve_format)
+RESHAPED: dict[str, Callable] = {
+    "view": torch.Tensor.reshape,
+    "view_as": torch.Tensor.reshape_as,
+    "ravel": torch.Tensor.flatten,
+}
 
 
 def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
@@ -38,8 +45,13 @@ def names_dtype(args: Any, kwargs: Any) -> bool:
 
 def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:
     """``func`` on an int8 activation or weight; None where only float elements will do."""
+    if row.name == "to" and not keeps_qparams(func, row, args, kwargs):
+        return None
+    if row.name in ("to", "contiguous") and isinstance(subject, Int8Tensor) and _asks_for_a_copy(args, kwargs):
+        # Marked as sharing elements: nobody knows whether a write to it is one to the value.
+        return None if subject.data_u8 is None else subject.view_as_moved(subject.data_u8)
     if row.name == "to":
-        return subject if keeps_qparams(func, row, args, kwargs) else None
+        return subject
     if isinstance(subject, Int8Weight):
         if row.name in SAME:
             return subject if row.name == "contiguous" and subject.is_contiguous() else None
@@ -75,9 +87,16 @@ def _shape_donor(leaf: Any) -> Any:
 
 
 def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8Tensor:
+    assert subject.data_u8 is not None
     if mode != "constant":
         return subject.view_as_moved(pad_mode(subject.data_u8, tuple(pads), mode))
     return subject.view_as_moved(F.pad(subject.data_u8, tuple(pads), value=subject.qparams.zero_point))
+
+
+def _asks_for_a_copy(args: tuple, kwargs: dict) -> bool:
+    """Whether a ``contiguous`` or ``to`` that changes no number may have to move elements."""
+    given = (*args[1:], *kwargs.values())
+    return any(value is True or (isinstance(value, torch.memory_format) and value not in _PLAIN) for value in given)
 
 
 def _keeps_float32(func: Callable, args: tuple, kwargs: dict) -> bool:

@@ -11,7 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,17 @@ from ..mappings import Role
 from ..record.parameters import ParameterRef, tensor_of
 from ..record.record import Record, SeenOp, Step
 from ..tensors import Int8Weight, geometry_of
+
+
+class RangeObserver(Protocol):
+    """What a qconfig makes to look at weights; some have ``ch_axis`` too."""
+
+    quant_min: int
+    quant_max: int
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]: ...
 
 
 def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> bool:
@@ -222,7 +233,7 @@ def convert_weights(
         op = next((o for o in ops if o.row.role is Role.COMPUTE), ops[0])
         owner = modules[key[0]]
         if key in record.computed:
-            parameter = record.computed[key].value(modules)
+            parameter: Tensor | None = record.computed[key].value(modules)
         else:
             parameter = owner._parameters.get(key[1])
             parameter = owner._buffers[key[1]] if parameter is None else parameter
@@ -288,7 +299,7 @@ def trained_qparams(observer: Any) -> tuple[Any, Any]:
     return observer.calculate_qparams()
 
 
-def _observer(qconfig: Any, axis: int | None) -> nn.Module:
+def _observer(qconfig: Any, axis: int | None) -> RangeObserver:
     observer = qconfig.weight()
     observer = getattr(observer, "activation_post_process", observer)
     if hasattr(observer, "ch_axis") and axis is not None:
@@ -326,6 +337,6 @@ def _quantized(
     return {"int8": _symmetric(weight, scale, axis if scale.numel() > 1 else None, observer), "scale": scale}
 
 
-def _symmetric(weight: Tensor, scale: Tensor, axis: int | None, observer: Any) -> Tensor:
+def _symmetric(weight: Tensor, scale: Tensor, axis: int | None, observer: RangeObserver) -> Tensor:
     low, high = max(observer.quant_min, -128), min(observer.quant_max, 127)
     return quantize_weight(weight.to(torch.float32), scale, axis, low, high)

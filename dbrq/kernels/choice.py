@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,13 +95,13 @@ def proven(kernel: script.Conv | script.Linear, shape: Sequence[int], top: int) 
     image = isinstance(kernel, (script.PointwiseConv, script.PointwiseConvAdd))
     rows = (shape[0] * shape[2] * shape[3]) if image else math.prod(shape[:-1])
     outer, inner = kernel.weight.shape
-    adds = isinstance(kernel, script.LinearAdd)
-    sums = adds and kernel.binary == "sum"  # type: ignore[union-attr]
+    adding = kernel if isinstance(kernel, script.LinearAdd) else None
+    reads_only = adding is not None and adding.binary != "sum"
     float_type = torch.bfloat16 if kernel.kind == 2 else torch.float32
-    summed = (torch.uint8 if kernel.reads_int8 else float_type) if adds else None  # type: ignore[union-attr]
+    summed = None if adding is None else torch.uint8 if adding.reads_int8 else float_type
     dynamic = isinstance(kernel, script.DynamicLinear)
     call = _call(kernel, dynamic or kernel.input_zero_point != 0, top, summed)
-    right = not rows or is_linear_right(rows, inner, outer, call, adds and not sums)
+    right = not rows or is_linear_right(rows, inner, outer, call, reads_only)
     return (kernel, "") if right else (in_levels(kernel), IN_LEVELS)
 
 
@@ -114,8 +115,8 @@ def is_max_pool_right(
     padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool,
 ) -> bool:  # fmt: skip
     """Whether ``quantized.max_pool2d`` is right here."""
-    arguments = (*map(tuple, (shape, strides, kernel, stride, padding, dilation)), ceil_mode)
-    problem = selfcheck.problem_of(("max_pool2d", *arguments), lambda: trials.max_pool(*arguments))  # type: ignore[arg-type]
+    arguments: tuple[Any, ...] = (*map(tuple, (shape, strides, kernel, stride, padding, dilation)), ceil_mode)
+    problem = selfcheck.problem_of(("max_pool2d", *arguments), lambda: trials.max_pool(*arguments))
     if problem:
         selfcheck.note_failure(Failure("quantized.max_pool2d", f"{arguments}", problem, "float32 max pool of levels"))
     return not problem

@@ -99,10 +99,10 @@ def in_way(kernel: script.Conv, way: Way) -> script.Conv:
         held["more_channels"] = more
         held["_buffers"]["weight"] = torch.cat([kernel.weight, torch.zeros_like(kernel.weight[:, :1]).expand(
             -1, more, *(-1 for _ in kernel.kernel))], 1)  # fmt: skip
-    return script.restored(cls, held)  # type: ignore[return-value]
+    return script.restored(cls, held)
 
 
-_IN_LEVELS: dict[type, type] = {
+_IN_LEVELS: dict[type[script.Linear], type[script.Linear]] = {
     script.Linear: script.LevelLinear,
     script.PointwiseConv: script.LevelPointwiseConv,
     script.LinearAdd: script.LevelLinearAdd,
@@ -114,7 +114,7 @@ _IN_LEVELS: dict[type, type] = {
 def in_levels(kernel: script.Linear) -> script.Linear:
     """A scriptable linear layer computed in float32."""
     cls = _IN_LEVELS.get(type(kernel))
-    return kernel if cls is None else script.restored(cls, _held(kernel))  # type: ignore[return-value]
+    return kernel if cls is None else script.restored(cls, _held(kernel))
 
 
 def _held(kernel: nn.Module) -> dict:

@@ -1,6 +1,7 @@
 """Int8 convolutions and linear layers that are right: kernels prove themselves before their first result is used."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ class PackedConv(StockConv):
             return None
         bias = self.bias if qparams.zero_point == 0 else self._bias_with_zero_point(qparams)
         before = (qparams.scale, 0, self._pack(self.padding, shape), self.scale, self._zero_points)
-        after = (
+        after: tuple[Any, ...] = (
             bias, self.stride, self.padding, self.dilation, self.groups, out.scale, out.zero_point, torch.uint8,
             accumulated.scale, accumulated.zero_point, "sum", 1.0, "relu" if relu else "none", [], "",
         )  # fmt: skip

@@ -182,7 +182,8 @@ def convolution(geometry: Geometry, call: Call, way: Way) -> str:
         if call.summed is not None:
             other = layer.addend(shape, call).contiguous(memory_format=format_)
             zone = Guarded(other.numel() * other.element_size())
-        got = _convolved(g, call, way, layer, q, None if zone is None else zone.holding(other))  # type: ignore[arg-type]
+        held = None if zone is None or other is None else zone.holding(other)
+        got = _convolved(g, call, way, layer, q, held)
         if got.shape != shape:
             return f"its result has the shape {tuple(got.shape)}"
         if zone is not None and not zone.intact:
@@ -243,10 +244,10 @@ def linear(rows: int, inner: int, outer: int, call: Call, added: bool) -> str:
         if added and call.summed is torch.uint8:
             layer.in_units_of_other()
         packed = StockLinear(layer.weight, layer.scale, layer.bias)
-        if zone is None:
+        if zone is None or other is None:
             got = packed.stock(q, layer.input, layer.post_op, layer.out, call.out)
         else:
-            accumulator = zone.holding(other)  # type: ignore[arg-type]
+            accumulator = zone.holding(other)
             got = packed.stock_sum(
                 q, layer.input, accumulator, None if added else layer.other, call.post_op == "relu", layer.out,
                 call.out, "add" if added else "sum",
@@ -254,7 +255,7 @@ def linear(rows: int, inner: int, outer: int, call: Call, added: bool) -> str:
             if not zone.intact:
                 return "it wrote beside the value that it adds to"
             if added:
-                if not torch.equal(accumulator, other):  # type: ignore[arg-type]
+                if not torch.equal(accumulator, other):
                     return "it wrote over the value that it adds"
                 layer.other = None
         if got.shape != (rows, outer):
@@ -270,7 +271,8 @@ def max_pool(shape: Sequence[int], strides: Sequence[int], kernel: Sequence[int]
     with _quietly():
         q = _numbers(shape, 0, 255, torch.uint8, _LEVELS, strides)
         got = torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
-        expected = F.max_pool2d(q.float(), kernel, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
+        window = (list(kernel), list(stride), list(padding), list(dilation))
+        expected = F.max_pool2d(q.float(), *window, ceil_mode)
         if got.shape != expected.shape:
             return f"its result has the shape {tuple(got.shape)}"
         wrong = int((got != expected).sum())

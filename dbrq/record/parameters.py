@@ -118,13 +118,14 @@ class Computed:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        getter = getattr(self.function, "__name__", "") == "__get__"  # of x.T and the like, which pickle does not take
-        return {**self.__dict__, "function": self.function.__self__.__name__ if getter else self.function}  # type: ignore[attr-defined]
+        function: Any = self.function
+        getter = getattr(function, "__name__", "") == "__get__"  # of x.T and the like, which pickle does not take
+        return {**self.__dict__, "function": function.__self__.__name__ if getter else function}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(self.function, str):
-            self.__dict__["function"] = getattr(Tensor, self.function).__get__
+        if isinstance(function := state["function"], str):
+            self.__dict__["function"] = getattr(Tensor, function).__get__
 
 
 _TENSORS = (Computed, ParameterRef)

@@ -642,6 +642,26 @@ def view_write(d: Draft) -> None:
         d.let(d.choose(f"{x} * 1.0", f"F.relu({x})", f"{x} + {x}", f"{x}.clone()", f"{x}"))
 
 
+@rule(3)
+def copy_write(d: Draft) -> None:
+    """A write to what is a copy of a layer's value, or the value itself, as its layout and the settings have it."""
+    x = d.pick(where=lambda v: v.dim() in (3, 4))
+    c, n = d.shape(x)[1], d.value(x).dim() - 2
+    y = d.let(f"{d.module(f'Conv{n}d({c}, {c}, 1)')}({x})")
+    options = [
+        f"{y}.contiguous()", f"{y}[:, ::2].contiguous()", f"{y}.transpose(1, 2).contiguous()",
+        f"{y}.transpose(1, 2).reshape({y}.shape[0], -1)", f"{y}.to(torch.float32, copy=True)", f"{y}.flatten(1)",
+        f"{y}[:, :1].expand_as({y}).contiguous()", f"{y}.flip(1).contiguous()", f"{y}.data.contiguous()",
+        f"F.dropout({y}, training=False)", f"{y}.mT.float()", f"{y}.reshape({y}.shape)", f"{y}.mT.ravel()",
+    ]  # fmt: skip
+    if n == 2:
+        options += [f"{y}.contiguous(memory_format=torch.channels_last)", f"{y}.to(memory_format=torch.channels_last)",
+                    f"{y}.contiguous(memory_format=torch.channels_last).contiguous()"]  # fmt: skip
+    z = d.let(d.choose(*options))
+    d.do(d.choose(f"{z}.mul_(0.5)", f"{z}.add_(1)", f"F.relu_({z})", f"{z}[:1] = 0.5", f"{z} *= 2"))
+    d.let(f"{d.module(f'Conv{n}d({c}, {c}, 1)')}({y})")
+
+
 @rule(1)
 def layer_then_view_write(d: Draft) -> None:
     """A write through a view of what a layer reads, before or after it reads it."""

@@ -536,3 +536,44 @@ def test_an_int8_image_of_one_channel_has_the_strides_of_its_own_model() -> None
     x = torch.randn(2, 12, 8, 5)
     (expected,), (result,) = runs(model, [x]), runs(quantized(model, x), [x])
     assert sqnr(expected, result) > 25
+
+
+COPIES = {
+    "contiguous": lambda y: y.transpose(2, 3).contiguous(),
+    "of a part": lambda y: y[:, ::2].contiguous(),
+    "channels_last": lambda y: y.contiguous(memory_format=torch.channels_last),
+    "to channels_last": lambda y: y.to(memory_format=torch.channels_last),
+    "there and back": lambda y: y.contiguous(memory_format=torch.channels_last).contiguous(),
+    "to": lambda y: y.to(torch.float32, copy=True),
+    "expanded": lambda y: y[:, :1].expand_as(y).contiguous(),
+    "reshaped": lambda y: y.transpose(2, 3).reshape(y.shape[0], -1),
+    "the value itself": lambda y: y.contiguous(),
+}
+
+
+@pytest.mark.parametrize("backend", ["converted", *BACKENDS])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_write_to_what_may_be_a_copy_of_an_int8_value(backend: str, copy: Any) -> None:
+    """The int8 value itself stood for its copy, so that the write changed it too; or the write was refused."""
+
+    def forward(m: Any, x: Tensor) -> tuple:
+        y = m.a(x)
+        z = copy(y)
+        z.mul_(0.5)
+        return m.b(y), z
+
+    model = Call(forward, a=nn.Conv2d(8, 8, 3, padding=1), b=nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 8, 6, 6)
+    converted = quantized(model, x)
+    run = converted if backend == "converted" else lowered(converted, x, backend)
+    (expected,), (result,) = runs(model, [x]), runs(run, [x])
+    for one, other in zip(expected, result, strict=True):
+        assert sqnr(one, other) > 25
+
+
+def test_a_write_to_the_last_view_of_an_int8_value() -> None:
+    """It was refused, as if the value were there to see it."""
+    model = Call(lambda m, x: m.b(m.a(x)[:, ::2].contiguous().mul_(0.5)), a=nn.Linear(8, 8), b=nn.Linear(4, 4)).eval()
+    x = torch.randn(4, 8)
+    (expected,), (result,) = runs(model, [x]), runs(quantized(model, x), [x])
+    assert sqnr(expected, result) > 25

@@ -2,7 +2,7 @@
 
 # ruff: noqa: UP006, UP035, UP045 (TorchScript reads these annotations)
 
-from typing import Optional, Tuple
+from typing import TYPE_CHECKING, Optional, Tuple, Type, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from ..qparams import PostOp, QParams
 from ..stock import zero_point_in_bias
 from .values import dequantize
+
+if TYPE_CHECKING:
+    number = float  # TorchScript's name for int or float, which Python has not
 
 
 def _output(out: Optional[QParams], dtype: torch.dtype) -> Tuple[float, int, int, int]:
@@ -47,6 +50,10 @@ class Kernel(nn.Module):
         self.arguments = len(post_op.args)
         self.first, self.second = (*map(float, post_op.args), 0.0, 0.0)[:2]
 
+    def pack(self) -> Tensor:
+        """The weight as the kernel takes it."""
+        raise AssertionError("subclasses say how")
+
     def summed(self, result: Tensor, other: Tensor, other_scale: float, other_zero_point: int) -> Tensor:
         """A float32 result plus another value, with post-op and quantization, where shapes broadcast."""
         if other.dtype == torch.uint8:
@@ -80,7 +87,10 @@ class Kernel(nn.Module):
         self.input_zero_point = 0
 
 
-def restored(cls: type, held: dict) -> Kernel:
+_Kernel = TypeVar("_Kernel", bound=Kernel)
+
+
+def restored(cls: Type[_Kernel], held: dict) -> _Kernel:
     """A copy of a kernel, from all but its packed weight."""
     new = cls.__new__(cls)
     new.__dict__.update(held)

@@ -1,11 +1,10 @@
 """Convolutions by torch's int8 kernel, asked so that no known fault is met."""
 
-# ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
 import math
 from collections.abc import Sequence
-from typing import List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,9 @@ from ..known_faults import is_one_column, is_one_frame, is_one_step, lies_in_pad
 from ..qparams import NO_POST_OP, PostOp, QParams
 from ..stock import PAD_BY_HAND_BELOW
 from .base import KERNEL_CONSTANTS, Kernel
+
+if TYPE_CHECKING:
+    from .base import number
 
 
 def enlarged(q: Tensor, spatial: List[int], before: List[int], fill: int) -> Tensor:
@@ -246,7 +248,7 @@ class ConvSum(Conv):
 
     __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned", "room"]
 
-    def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
+    def __init__(self, *args: Any, other: Optional[QParams], owned: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
         self.owned = owned
@@ -254,7 +256,8 @@ class ConvSum(Conv):
             2 * p - d * (k - 1) - 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True)
         )
 
-    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+    # torch means ``forward`` to take what it likes in each class; TorchScript takes no reason behind an ignore.
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
         q = self.prepared(q)

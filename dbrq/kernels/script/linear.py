@@ -1,15 +1,17 @@
 """Linear layers by torch's int8 kernel, and pointwise convolutions, which are linear layers over pixels."""
 
-# ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
-from typing import List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional
 
 import torch
 from torch import Tensor
 
 from ..qparams import NO_POST_OP, PostOp, QParams
 from .base import KERNEL_CONSTANTS, Kernel
+
+if TYPE_CHECKING:
+    from .base import number
 
 
 class Linear(Kernel):
@@ -75,7 +77,7 @@ class PointwiseConv(Linear):
     That kernel costs less to call, and its packed weight does not depend on the image's size.
     """
 
-    def __init__(self, weight: Tensor, *args, **kwargs) -> None:
+    def __init__(self, weight: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(weight.flatten(1), *args, **kwargs)
         self._bias_with_zero_point()
 
@@ -106,7 +108,7 @@ class LinearAdd(Linear):
 
     __constants__ = [*Linear.__constants__, "other_scale", "other_zero_point", "binary", "owned", "unit", "reads_int8"]
 
-    def __init__(self, *args, other: Optional[QParams], owned: bool, **kwargs) -> None:
+    def __init__(self, *args: Any, other: Optional[QParams], owned: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
         self.binary, self.owned, self.reads_int8 = "add", owned, other is not None
@@ -121,7 +123,8 @@ class LinearAdd(Linear):
             self.scale.div_(self.unit)
             self.bias.div_(self.unit).sub_(self.other_zero_point)
 
-    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+    # torch means ``forward`` to take what it likes in each class; TorchScript takes no reason behind an ignore.
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         return self.added(q, other)
 
     def added(self, q: Tensor, other: Tensor) -> Tensor:
@@ -168,11 +171,11 @@ class LinearAdd(Linear):
 class PointwiseConvAdd(LinearAdd):
     """conv2d with a 1x1 kernel plus another value [+ relu], as the linear layer that it is."""
 
-    def __init__(self, weight: Tensor, *args, **kwargs) -> None:
+    def __init__(self, weight: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(weight.flatten(1), *args, **kwargs)
         self._bias_with_zero_point()
 
-    def forward(self, q: Tensor, other: Tensor) -> Tensor:
+    def forward(self, q: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         if other.dim() != 4 or [q.size(0), q.size(2), q.size(3)] != [other.size(0), other.size(2), other.size(3)]:
             return self.separately_as_images(q, other)
         return _image(self.added(_pixels(q), _pixels(other)), q)
@@ -188,7 +191,7 @@ class DynamicLinear(Linear):
 
     __constants__ = [*Linear.__constants__, "levels"]
 
-    def __init__(self, *args, levels: int, **kwargs) -> None:
+    def __init__(self, *args: Any, levels: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.levels = levels
 

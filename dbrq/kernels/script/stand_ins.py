@@ -3,16 +3,18 @@
 A convolution is a linear layer over windows, which another kernel computes; float32 on the levels needs no int8 kernel.
 """
 
-# ruff: noqa: F821 (``number`` is TorchScript's name for int or float, which Python has not)
 # ruff: noqa: RUF005, UP006, UP035, UP045 (TorchScript reads these annotations)
 
-from typing import List, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 from torch import Tensor
 
 from .conv import Conv, ConvSum, dense
 from .linear import DynamicLinear, Linear, LinearAdd, PointwiseConv, PointwiseConvAdd
+
+if TYPE_CHECKING:
+    from .base import number
 
 
 class _Windows(Conv):
@@ -39,21 +41,19 @@ class _Windows(Conv):
         if post_op != "none" and self.arguments > 1:
             arguments.append(self.second)
         inner, outer = self.channels // self.groups, self.weight.size(0) // self.groups
-        number = 0
+        group = 0
         results: List[Tensor] = []
         for packed in self.parts:
-            rows = windows(
-                q.narrow(1, number * inner, inner), list(self.kernel), list(self.stride), list(self.dilation)
-            )
+            rows = windows(q.narrow(1, group * inner, inner), list(self.kernel), list(self.stride), list(self.dilation))
             result = torch.ops.onednn.qlinear_pointwise(
                 rows.flatten(0, self.ndim).flatten(1), self.input_scale, self.input_zero_point, packed,
-                self.scale.narrow(0, number * outer, outer), self.zero_points.narrow(0, number * outer, outer),
-                self.bias.narrow(0, number * outer, outer), scale, zero_point, dtype, post_op, arguments,
+                self.scale.narrow(0, group * outer, outer), self.zero_points.narrow(0, group * outer, outer),
+                self.bias.narrow(0, group * outer, outer), scale, zero_point, dtype, post_op, arguments,
                 self.algorithm,
             )  # fmt: skip
             results.append(result.reshape(list(rows.size())[: self.ndim + 1] + [outer]))
-            number += 1
-        whole = results[0] if number == 1 else torch.cat(results, -1)
+            group += 1
+        whole = results[0] if group == 1 else torch.cat(results, -1)
         return dense(whole.movedim(-1, 1))
 
 

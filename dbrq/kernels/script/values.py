@@ -16,10 +16,12 @@ def _bits(x: Tensor) -> Tensor:
     ``x.view(torch.int32)`` would do, but TorchScript lacks it, and ``set_`` wants contiguous memory. Elsewhere the
     number itself serves, since ``ROUND`` is a multiple of 256.
     """
+    # torch's stubs lack ``set_`` of tensors; TorchScript takes no reason behind an ignore.
     if x.is_contiguous():
-        return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())
+        return torch.empty([0], dtype=torch.int32).set_(x, 0, x.size(), x.stride())  # type: ignore[call-overload]
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.empty([0], dtype=torch.int32).set_(x.permute([0, 2, 3, 1]), 0, x.size(), x.stride())
+        pixels = x.permute([0, 2, 3, 1])
+        return torch.empty([0], dtype=torch.int32).set_(pixels, 0, x.size(), x.stride())  # type: ignore[call-overload]
     return x.to(torch.int32)
 
 
@@ -80,7 +82,9 @@ class QuantizeImage(nn.Module):
             pixels = torch.constant_pad_nd(pixels, self.padding, self.fill)
         words = pixels.to(torch.int32).contiguous()
         n, h, w = words.size(0), words.size(1), words.size(2)
-        return torch.empty([0], dtype=torch.uint8).set_(words, 0, [n, 4, h, w], [4 * h * w, 1, 4 * w, 4])
+        strides = [4 * h * w, 1, 4 * w, 4]
+        # torch's stubs lack ``set_`` of tensors.
+        return torch.empty([0], dtype=torch.uint8).set_(words, 0, [n, 4, h, w], strides)  # type: ignore[call-overload]
 
 
 class AverageToInt8(nn.Module):
@@ -105,6 +109,7 @@ class Requantize(nn.Module):
     """uint8 with one scale and zero point -> uint8 with others."""
 
     __constants__ = ["high", "low", "ratio", "zero_point"]
+    shift: Tensor
 
     def __init__(self, old: QParams, new: QParams) -> None:
         super().__init__()
