@@ -175,6 +175,7 @@ class PointwiseConvAdd(LinearAdd):
         super().__init__(weight.flatten(1), *args, **kwargs)
         self._bias_with_zero_point()
 
+    # As in ``LinearAdd``.
     def forward(self, q: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         if other.dim() != 4 or [q.size(0), q.size(2), q.size(3)] != [other.size(0), other.size(2), other.size(3)]:
             return self.separately_as_images(q, other)
