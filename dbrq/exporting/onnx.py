@@ -209,12 +209,12 @@ def _name_sizes(onnx_program: torch.onnx.ONNXProgram) -> None:
         if value.shape is not None:  # torch writes some sizes that it has learned as names: "8"
             sizes = [size if isinstance(size, int) else size.value for size in value.shape]
             value.shape = ir.Shape(int(s) if isinstance(s, str) and s.isdigit() else s for s in sizes)
-    names: dict[str, str] = {}
+    names: dict[str | ir.SymbolicDim, str] = {}
     for given in graph.inputs:
         for i, size in enumerate(given.shape or ()):
             if not isinstance(size, int) and size.value is not None:
                 names.setdefault(size.value, f"{given.name}_dim{i}")
-    onnx_program.rename_axes(names)  # type: ignore[arg-type]
+    onnx_program.rename_axes(names)
 
 
 def _name(key: tuple) -> str:

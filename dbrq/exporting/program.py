@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
@@ -149,7 +149,7 @@ class _Exportable(nn.Module):
         signature = inspect.signature(type(graph).forward)
         self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
         self.__dict__["forward"] = forward = functools.partial(_Exportable._run, self)
-        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+        forward.__dict__["__signature__"] = self._signature
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)

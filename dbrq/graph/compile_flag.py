@@ -21,7 +21,7 @@ class _ThreadFlag:
         self.captures = threading.local()
         self.lock = threading.Lock()
         self.users = 0
-        self.original: object = False
+        self.original: bool = False
 
     def __bool__(self) -> bool:
         return getattr(self.captures, "depth", 0) > 0 or bool(self.original)
@@ -44,7 +44,7 @@ def capturing() -> Iterator[None]:
     with _flag.lock:
         if not _flag.users:
             _flag.original = torch.compiler._is_compiling_flag
-            torch.compiler._is_compiling_flag = _flag  # type: ignore[assignment]
+            torch.compiler._is_compiling_flag = _flag  # type: ignore[assignment]  # in place of torch's bool
         _flag.users += 1
     _flag.captures.depth = getattr(_flag.captures, "depth", 0) + 1
     try:
@@ -54,4 +54,4 @@ def capturing() -> Iterator[None]:
         with _flag.lock:
             _flag.users -= 1
             if not _flag.users:
-                torch.compiler._is_compiling_flag = _flag.original  # type: ignore[assignment]
+                torch.compiler._is_compiling_flag = _flag.original

@@ -43,7 +43,11 @@ def difference(expected: Outcome, got: Outcome, samples: Callable[[], Sequence[O
     for path in expected:
         if path not in got:
             return Difference(path, "a value", "none")
-        found = _leaf_difference(path, expected[path], got[path], lambda path=path: [s[path] for s in samples()])  # type: ignore[misc]
+
+        def there(path: str = path) -> list[Any]:
+            return [s[path] for s in samples()]
+
+        found = _leaf_difference(path, expected[path], got[path], there)
         if found is not None:
             return found
     extra = next((path for path in got if path not in expected), None)

@@ -58,7 +58,13 @@ def evaluated(node: fx.Node, read: fx.Node, number: Any) -> Any:
     if node.op != "call_function":
         return None
     args = [evaluated(a, read, number) if isinstance(a, fx.Node) else a for a in node.args]
-    return None if any(a is None for a in args) else node.target(*args)  # type: ignore[operator]
+    return None if any(a is None for a in args) else function_of(node)(*args)
+
+
+def function_of(node: fx.Node) -> Callable:
+    """What a node of a function calls."""
+    assert callable(node.target)
+    return node.target
 
 
 def is_impure(node: fx.Node) -> bool:

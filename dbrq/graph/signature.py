@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import GenericAlias
 from typing import Any
 
 import torch
@@ -162,9 +163,9 @@ class Inputs:
             changed = {
                 k: self._walk(self._item(node, k, f"{name}_{k}"), v, f"{name}[{k!r}]", tags) for k, v in value.items()
             }
-            out = copy.copy(value)
+            out: Any = copy.copy(value)
             for k, v in changed.items():
-                out[k] = v  # type: ignore[index]
+                out[k] = v
             return out
         if isinstance(value, (bool, float, str)):
             recorder.check(node, value, f"argument {name}")
@@ -245,12 +246,12 @@ def _annotation(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return type(value)
     if isinstance(value, list) and value:
-        return list[_annotation(value[0])]  # type: ignore[misc]
+        return GenericAlias(list, (_annotation(value[0]),))
     if isinstance(value, tuple):
-        return tuple[tuple(_annotation(v) for v in value)]  # type: ignore[misc]
+        return GenericAlias(tuple, tuple(_annotation(v) for v in value))
     if isinstance(value, Mapping) and value:
         key, first = next(iter(value.items()))
-        return dict[type(key), _annotation(first)]  # type: ignore[misc]
+        return GenericAlias(dict, (type(key), _annotation(first)))
     return Any
 
 

@@ -16,6 +16,7 @@ from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
 from .recorder import GraphRecorder
 from .symbols import Traced
+from .torchscript_form import property_name
 
 GO_ON = object()
 
@@ -42,7 +43,7 @@ def _size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) ->
 
 
 def _property(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if func.__self__.__name__ == "shape":  # type: ignore[attr-defined]
+    if property_name(func) == "shape":
         return _size(recorder, torch.Tensor.size, args[:1], {})
     return GO_ON
 

@@ -89,7 +89,7 @@ class Traced:
 class TracedInt(Traced, torch.SymInt):
     """An int, to ``isinstance`` too."""
 
-    __class__ = int  # type: ignore[assignment]
+    __class__ = int  # type: ignore[assignment]  # mypy has object's property in mind
 
     def as_integer_ratio(self) -> tuple[int, int]:  # type: ignore[override]  # torch's is of a SymInt
         return self.decided().as_integer_ratio()
@@ -101,7 +101,7 @@ class TracedInt(Traced, torch.SymInt):
 class TracedFloat(Traced, torch.SymFloat):
     """A float, to ``isinstance`` too."""
 
-    __class__ = float  # type: ignore[assignment]
+    __class__ = float  # type: ignore[assignment]  # likewise
 
     def is_integer(self) -> bool:
         return self.decided().is_integer()
@@ -110,7 +110,7 @@ class TracedFloat(Traced, torch.SymFloat):
 class TracedBool(Traced, torch.SymBool):
     """A truth value, to ``isinstance`` too."""
 
-    __class__ = bool  # type: ignore[assignment]
+    __class__ = bool  # type: ignore[assignment]  # likewise
 
 
 _CLASSES = {int: TracedInt, float: TracedFloat, bool: TracedBool}

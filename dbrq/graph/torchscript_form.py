@@ -79,6 +79,11 @@ Spelled = tuple[str, Any, list, dict]
 """Kind of node, target, positional arguments, keyword arguments."""
 
 
+def property_name(getter: Any) -> str:
+    """The name of the property whose ``__get__`` this is."""
+    return getter.__self__.__name__
+
+
 def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     """How to write ``function(*args, **kwargs)``."""
     given = list(args)
@@ -89,7 +94,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
         if k not in _DROPPED and not (k in ("out", "dtype") and v is None)
     }
     if name == "__get__":
-        return "call_function", getattr, [given[0], function.__self__.__name__], {}  # type: ignore[attr-defined]
+        return "call_function", getattr, [given[0], property_name(function)], {}
     if function in _OPERATORS:
         return _operator(*_OPERATORS[function], given)
     if function in _INPLACE:
@@ -230,7 +235,7 @@ def _as_float(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_float(v) for v in value]
     if isinstance(value, Traced):
-        return value * 1.0 if type(value.value) is int else value  # type: ignore[operator]
+        return operator.mul(value, 1.0) if type(value.value) is int else value
     return float(value) if type(value) is int else value
 
 

@@ -294,8 +294,8 @@ def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
 
 def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:
     module = lowering.module
-    module.dbrq_version = __version__  # type: ignore[assignment]
-    module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]
+    module.dbrq_version = __version__  # type: ignore[assignment]  # torch's stubs know tensors and modules only
+    module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]  # likewise
     try:
         # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads.
         # Quiet of torch.jit's end, and of annotations of fx.GraphModule's own.

@@ -75,17 +75,19 @@ def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     """The row of a node and its arguments in the row's order."""
     if not isinstance(node, fx.Node) or is_impure(node):  # it does more than its row says
         return None
+    target: Any = node.target
     if node.op == "call_method":
-        spelling = FUNCTIONS.get(getattr(torch.Tensor, node.target, None))  # type: ignore[arg-type]
+        method: Any = getattr(torch.Tensor, target, None)
+        spelling = FUNCTIONS.get(method)
     elif node.op == "call_function":
-        if (row := _OPERATORS.get(node.target)) is not None:  # type: ignore[arg-type]
+        if (row := _OPERATORS.get(target)) is not None:
             return row, [*node.args, *(None for _ in row.names[len(node.args) :])]
-        if node.target is getattr:
+        if target is getattr:
             spelling = FUNCTIONS.get(getattr(torch.Tensor, node.args[1]).__get__)
             return None if spelling is None else (spelling.row, [node.args[0]])
-        if node.target is operator.getitem:
+        if target is operator.getitem:
             return FUNCTIONS[torch.Tensor.__getitem__].row, list(node.args)
-        spelling = FUNCTIONS.get(node.target)  # type: ignore[arg-type]
+        spelling = FUNCTIONS.get(target)
     else:
         return None
     return None if spelling is None else (spelling.row, spelling.bind(node.args, node.kwargs))

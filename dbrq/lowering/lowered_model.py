@@ -61,7 +61,7 @@ class LoweredModel(nn.Module):
         self._begin(**options)
         self.eval()
 
-    def _begin(self, **options: Any) -> None:
+    def _begin(self, *args: Any, **options: Any) -> None:
         """Get ready to run, as far as that does not depend on inputs; sets ``_written``."""
         raise NotImplementedError
 

@@ -18,7 +18,9 @@ from torch import Tensor, fx, nn
 
 from .. import op_facts
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
+from ..calibration.session import QuantizedModelToken
 from ..calibration.surgery import copied
+from ..eager.interfaces import Part, Run
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
 from ..graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
 from ..graph.signature import Inside, RestoringCodeGen, check_input
@@ -64,7 +66,8 @@ class Lowered:
     tags: tuple[Tag, ...]
     inside: dict[str, int]
 
-    def __call__(self, call: RunCall, args: tuple, kwargs: dict) -> Any:
+    def __call__(self, call: Run, args: tuple, kwargs: dict) -> Any:
+        assert isinstance(call, RunCall) and isinstance(call.token, QuantizedModelToken)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         for name, makers in self.makers.items():
             tensors = [leaf for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
@@ -91,9 +94,8 @@ class Lowered:
                 output = self.restore(output)
             made = iter(zip(self.tags, self.writes, strict=True))
             output = tree_map(lambda leaf: _made(leaf, *next(made)) if isinstance(leaf, Tensor) else leaf, output)
-        states: dict[str, AutoQuantizationState] = call.token.states  # type: ignore[attr-defined]
         for path, count in self.inside.items():
-            state = id(states[path])
+            state = id(call.token.states[path])
             call.counts[state] = call.counts.get(state, 0) + count
         return output
 
@@ -189,7 +191,7 @@ class _Parts:
         parting = where_paths_part(self.record, state.path)
         if parting is not None:
             return str(parting.got or parting)
-        made: dict[int, list[Lowered]] = {}
+        made: dict[int, list[Part]] = {}
         for number, call in enumerate(state.calls):
             for tags in call.all_input_tags():
                 lowered = self._lower_call(module, state, number, tags)
@@ -198,7 +200,7 @@ class _Parts:
                 made.setdefault(number, []).append(lowered)
         if not made:
             return "it was never reached"
-        state.parts = made  # type: ignore[assignment]
+        state.parts = made
         return ""
 
     def _lower_call(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx

@@ -116,7 +116,7 @@ def _check_memory(leaf: Tensor) -> None:
             "compiled code takes dense tensors on the CPU", got=f"{leaf.layout} on {leaf.device}",
             hint="pass to_dense(), on the CPU",
         )  # fmt: skip
-    if isinstance(leaf, FakeTensor) or is_traceable_wrapper_subclass(leaf):  # type: ignore[unreachable]  # stubs clash
+    if isinstance(leaf, FakeTensor) or is_traceable_wrapper_subclass(leaf):  # type: ignore[unreachable]  # torch's stubs clash
         raise KernelInputError("compiled code takes tensors that have memory", got=type(leaf).__name__)
 
 

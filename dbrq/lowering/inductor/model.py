@@ -16,6 +16,7 @@ from torch.fx.graph import CodeGen
 
 from ...errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
 from ...exporting.program import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
+from ...graph.nodes import function_of
 from ...graph.signature import check_absent, check_input
 from ...graph.writer import ONE_PATH
 from ...op_facts import writes
@@ -51,7 +52,7 @@ class InductorModel(LoweredModel):
         cpp_wrapper: whether what calls the kernels is C++ too, and not Python.
     """
 
-    def _begin(self, cpp_wrapper: bool = False, max_forms: int = MAX_FORMS) -> None:  # type: ignore[override]
+    def _begin(self, cpp_wrapper: bool = False, max_forms: int = MAX_FORMS) -> None:
         self.cpp_wrapper, self.max_forms = cpp_wrapper, max_forms
         self._forms: list[Form] = []
         self._failed: set[frozenset[tuple[int, int]]] = set()  # free sizes with which torch failed
@@ -114,7 +115,7 @@ class InductorModel(LoweredModel):
             if node.op == "placeholder":
                 return values[str(node.target)]
             if node not in env:
-                env[node] = node.target(*fx.map_arg(node.args, value), **node.kwargs)  # type: ignore[operator]
+                env[node] = function_of(node)(*fx.map_arg(node.args, value), **node.kwargs)
             return env[node]
 
         for node in self._checks:
@@ -195,8 +196,8 @@ class InductorModel(LoweredModel):
         codes: list[str] = []
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            result = compile_fx_inner(*args, **kwargs)
-            codes.append(result.source_code)  # type: ignore[attr-defined]
+            result: Any = compile_fx_inner(*args, **kwargs)
+            codes.append(result.source_code)
             return result
 
         with inductor_settings(self.cpp_wrapper), self._narrowing():

@@ -8,10 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.nodes import DEQUANTIZE, remove_dead
+from ...graph.nodes import DEQUANTIZE, function_of, remove_dead
 from ...kernels import ints
 from ...kernels.known_faults import Geometry, plain_dilation
-from ..engine import Lowering, Rewrite, bind, is_call, is_dequantize, is_quantize, is_weight, row_of
+from ..engine import (
+    Lowering,
+    Rewrite,
+    bind,
+    bind_known,
+    first_input,
+    is_call,
+    is_dequantize,
+    is_quantize,
+    is_weight,
+    row_of,
+)
 from ..patterns import computes, epilogues, fine, moves, on
 from .convolutions import fault_in_words
 
@@ -27,7 +38,7 @@ def _conv1d(node: fx.Node) -> bool:
 def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """A convolution over lengths, and what follows it, as one over images of one row: Inductor has more of those."""
     graph, head, last = lowering.graph, nodes[0], nodes[-1]
-    _, bound = bind(head)  # type: ignore[misc]
+    _, bound = bind_known(head)
     name = f"{bound[1].args[0].target}_wide"
     if not hasattr(lowering.module, name.replace(".", "_")):
         lowering.module.register_buffer(name.replace(".", "_"), lowering.tensor(bound[1].args[0]).unsqueeze(2))
@@ -55,9 +66,9 @@ def _widened(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 def _with_a_row(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """``[N, C, L]`` as ``[N, C, 1, L]``, on the integers if there are any."""
     if is_dequantize(node):
-        wide = graph.call_function(DEQUANTIZE, (_with_a_row(graph, node.args[0]), *node.args[1:]))  # type: ignore[arg-type]
-    elif is_call(node, torch.squeeze) and node.args[1:] == (2,) and len(node.args[0].meta["shape"]) == 4:  # type: ignore[union-attr]
-        return node.args[0]  # type: ignore[return-value]
+        wide = graph.call_function(DEQUANTIZE, (_with_a_row(graph, first_input(node)), *node.args[1:]))
+    elif is_call(node, torch.squeeze) and node.args[1:] == (2,) and len(first_input(node).meta["shape"]) == 4:
+        return first_input(node)
     else:
         wide = graph.call_function(torch.unsqueeze, (node, 2))
     wide.meta = {**node.meta, "shape": (*node.meta["shape"][:2], 1, *node.meta["shape"][2:])}
@@ -73,25 +84,31 @@ def _adds_alike(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 def _dilates_nothing(node: fx.Node) -> bool:
     """A convolution whose kernel has one element along a dimension that it dilates, where dilation means nothing."""
-    return computes(1, 2)(node) and _dilation(node) != ints(bind(node)[1][5], bind(node)[0].ndim)  # type: ignore[index]
+    if not computes(1, 2)(node):
+        return False
+    row, bound = bind_known(node)
+    return _dilation(node) != ints(bound[5], row.ndim)
 
 
 def _dilation(node: fx.Node) -> list[int]:
-    row, bound = bind(node)  # type: ignore[misc]
+    row, bound = bind_known(node)
     return plain_dilation(list(bound[1].meta["shape"][2:]), ints(bound[5], row.ndim))
 
 
 def _undilated(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """oneDNN 3.12 reads out of bounds there, with padding."""
     (node,) = nodes
-    _, bound = bind(node)  # type: ignore[misc]
+    _, bound = bind_known(node)
     bound[5] = _dilation(node)
     node.args, node.kwargs = tuple(bound), {}
     return "dilation of what has one element"
 
 
 def _has_one_channel(node: fx.Node) -> bool:
-    return computes(2)(node) and bind(node)[1][1].meta["shape"][1] == 1 and bind(node)[1][6] == 1  # type: ignore[index]
+    if not computes(2)(node):
+        return False
+    _, bound = bind_known(node)
+    return bound[1].meta["shape"][1] == 1 and bound[6] == 1
 
 
 def _with_a_channel(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
@@ -99,7 +116,7 @@ def _with_a_channel(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return for contiguous where sizes are free, as it is of float ones; it is channels_last.
     """
     (node,) = nodes
-    _, (source, weight, *_) = bind(node)  # type: ignore[misc]
+    _, (source, weight, *_) = bind_known(node)
     graph, int8 = lowering.graph, weight.args[0]
     name = f"{int8.target}_padded".replace(".", "_")
     if not hasattr(lowering.module, name):
@@ -128,18 +145,18 @@ def _pools_wrongly(node: fx.Node) -> bool:
 def _pools_levels(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """The largest integer, in generated code."""
     (node,) = nodes
-    graph, source = lowering.graph, node.args[0]
+    graph, source = lowering.graph, first_input(node)
     with graph.inserting_before(node):
-        levels = graph.call_method("to", (source.args[0], torch.float32))  # type: ignore[union-attr]
-    levels.meta = dict(source.meta)  # type: ignore[union-attr]
+        levels = graph.call_method("to", (source.args[0], torch.float32))
+    levels.meta = dict(source.meta)
     with graph.inserting_after(node):
         integers = graph.call_method("to", (node, torch.uint8))
     integers.meta = {**node.meta, "dtype": torch.uint8}
     for reader in list(node.users):
         if reader is not integers:
             lowering.replace(reader, integers)
-    node.replace_input_with(source, levels)  # type: ignore[arg-type]
-    lowering.erase(source)  # type: ignore[arg-type]
+    node.replace_input_with(source, levels)
+    lowering.erase(source)
     return "max pool of integers, generated"
 
 
@@ -154,7 +171,7 @@ def _reads_strides(node: fx.Node) -> bool:
 
 def _contiguous(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
-    source = bind(node)[1][0]  # type: ignore[index]
+    source = bind_known(node)[1][0]
     with lowering.graph.inserting_before(source):
         q = lowering.graph.call_method("contiguous", (source.args[0],))
         dense = lowering.graph.call_function(DEQUANTIZE, (q, *source.args[1:]))
@@ -174,7 +191,7 @@ def _in_float(node: fx.Node) -> bool:
 def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """Inductor keeps what dequantizes a weight, for its own passes, and would run it in each call."""
     (node,) = nodes
-    value = node.target(*fx.map_arg(node.args, lowering.tensor), **node.kwargs)  # type: ignore[operator]
+    value = function_of(node)(*fx.map_arg(node.args, lowering.tensor), **node.kwargs)
     name = f"{node.name}_float"
     lowering.module.register_buffer(name, value)
     with lowering.graph.inserting_before(node):
@@ -189,9 +206,11 @@ def _as_constant(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
 
 def _fault(node: fx.Node) -> str:
     """What the int8 kernel of a convolution does wrong for the example's sizes."""
-    if not computes(2)(node) or isinstance(bind(node)[1][4], str):  # type: ignore[index]
+    if not computes(2)(node):
         return ""
-    _, (x, weight, _, *sizes, groups) = bind(node)  # type: ignore[misc]
+    _, (x, weight, _, *sizes, groups) = bind_known(node)
+    if isinstance(sizes[1], str):
+        return ""
     outputs, _, *kernel = weight.meta["shape"]
     stride, padding, dilation = (tuple(ints(value, 2)) for value in sizes)
     return fault_in_words(Geometry(tuple(x.meta["shape"]), outputs, tuple(kernel), stride, padding, dilation, groups))
@@ -204,7 +223,7 @@ def _is_faulty(node: fx.Node) -> bool:
 def _in_float_by_fault(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     """A weight of its own in float, so that other readers keep theirs."""
     (node,) = nodes
-    reason, weight = _fault(node), bind(node)[1][1]  # type: ignore[index]
+    reason, weight = _fault(node), bind_known(node)[1][1]
     with lowering.graph.inserting_before(node):
         own = lowering.graph.node_copy(weight)
     own.meta = dict(weight.meta)

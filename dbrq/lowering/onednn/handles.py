@@ -173,8 +173,6 @@ class Desc(Handle):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Desc) and bool(library().call("memory_desc_equal", self.handle, other.handle))
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         layout = "own layout" if self.strides is None else f"strides {self.strides}"
         return f"Desc({self.shape}, {self.dtype}, {layout})"

@@ -23,6 +23,8 @@ from ..engine import (
     Lowering,
     Rewrite,
     bind,
+    bind_known,
+    first_input,
     is_call,
     is_dequantize,
     is_dynamic,
@@ -189,8 +191,8 @@ def _head(node: fx.Node) -> tuple[OpRow, list[Any]] | None:
     if is_dequantize(node):
         return _DEQUANTIZE, [node.args[0]]
     if is_call(node, script.max_pool):
-        kernel = node.args[1]
-        return _ROWS[f"max_pool{len(kernel)}d"], [node.args[0], *node.args[1:], False]  # type: ignore[arg-type]
+        kernel: Any = node.args[1]
+        return _ROWS[f"max_pool{len(kernel)}d"], [node.args[0], *node.args[1:], False]
     found = bind(node)
     if found is None:
         return None
@@ -301,7 +303,7 @@ def _first(
     lowering: Lowering, head: fx.Node, shape: Sequence[int]
 ) -> tuple[fx.Node, Step | None, fx.Node | None] | None:
     """The operand that an element-wise head starts from, and its first step."""
-    _, bound = bind(head)  # type: ignore[misc]
+    _, bound = bind_known(head)
     candidates = [a for a in bound[:2] if isinstance(a, fx.Node) and (_is_float(a) or is_dequantize(a))]
     candidates.sort(key=lambda n: n.meta.get("shape") != shape)
     for source in candidates:
@@ -359,7 +361,7 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
         if not isinstance(value, fx.Node):
             return value
         if is_dequantize(value):
-            return operand(value.args[0], qparams_of(value))  # type: ignore[arg-type]
+            return operand(first_input(value), qparams_of(value))
         if is_weight(value):
             int8, scale = (a for a in value.args[:2] if isinstance(a, fx.Node))
             return Weight(str(int8.target), str(scale.target))
@@ -440,7 +442,7 @@ def quantize_before_moves(lowering: Lowering) -> None:
         source = quantize.args[0]
         while isinstance(source, fx.Node) and len(source.users) == 1 and _only_moves(source):
             moves.append(source)
-            source = bind(source)[1][0]  # type: ignore[index]
+            source = bind_known(source)[1][0]
         if (
             not moves
             or not isinstance(source, fx.Node)

@@ -51,7 +51,7 @@ class OneDNNModel(LoweredModel):
         lowering: the log of what became of the graph.
     """
 
-    def _begin(self, dynamic: frozenset[str] = frozenset(), max_plans: int = MAX_PLANS) -> None:  # type: ignore[override]
+    def _begin(self, dynamic: frozenset[str] = frozenset(), max_plans: int = MAX_PLANS) -> None:
         library()
         self.max_plans = max_plans
         self._packed = PackedWeights()
@@ -155,10 +155,11 @@ class OneDNNModel(LoweredModel):
         """Execute a node by torch alone."""
         at(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        target: Any = node.target
         if node.op == "get_attr":
-            return self._tensors[node.target]  # type: ignore[index]
+            return self._tensors[target]
         if node.op == "call_module":
-            module = self._module(node.target)  # type: ignore[arg-type]
+            module = self._module(target)
             if isinstance(module, Partition):
                 inner = dict(zip((n for n in module.reference.nodes if n.op == "placeholder"), args, strict=True))
                 for step in module.reference.nodes:
@@ -226,11 +227,12 @@ class OneDNNModel(LoweredModel):
         args, kwargs = walk(
             lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, (node.args, dict(node.kwargs))
         )
+        target: Any = node.target
         if node.op == "get_attr":
-            held = self._tensors[node.target]  # type: ignore[index]
-            return b.attribute(node.target) if isinstance(held, Tensor) else held  # type: ignore[arg-type]
+            held = self._tensors[target]
+            return b.attribute(target) if isinstance(held, Tensor) else held
         if node.op == "call_module":
-            module = self._module(node.target)  # type: ignore[arg-type]
+            module = self._module(target)
             if not isinstance(module, Partition):
                 return b.call(module, args, kwargs)
             b.words = module.words
@@ -243,7 +245,7 @@ class OneDNNModel(LoweredModel):
             with contextlib.suppress(Unsupported):
                 return emit_conversion(b, args[0], qparams_of(node), is_quantize(node))
         if not any(isinstance(leaf, Value) for leaf in leaves((args, kwargs))) and _is_arithmetic(node):
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return target(*args, **kwargs)
         return b.call(
             _callable(node, args), tuple(args), kwargs, facts=facts_of(node) if "facts" in node.meta else None
         )
@@ -405,6 +407,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
 
 def _callable(node: fx.Node, args: Sequence[Any]) -> Callable:
     if node.op == "call_function":
-        return node.target  # type: ignore[return-value]
+        target: Any = node.target
+        return target
     owner = torch.Tensor if isinstance(args[0], (Value, Tensor)) else type(args[0])
     return getattr(owner, str(node.target))

@@ -203,7 +203,8 @@ def _binary(spec: Spec, tensors: Tensors, sample: Sample) -> Tensor:
     for i, arg in enumerate((Arg.SRC, Arg.SRC_1)):
         if arg in spec.attributes.scales:
             sides[i] = sides[i] * _scales(spec, tensors, arg, at)
-    return OPERATIONS[spec.alg](*sides)  # type: ignore[index]
+    assert spec.alg is not None
+    return OPERATIONS[spec.alg](*sides)
 
 
 def _of_source(spec: Spec, tensors: Tensors, sample: Sample) -> Tensor:

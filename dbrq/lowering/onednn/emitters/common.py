@@ -120,4 +120,7 @@ def _repeat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def rows_of(b: Builder, value: Value) -> Rows:
     rows = Rows.of(value)
-    return rows if rows is not None else Rows.of(b.reordered(value, value.dtype, binding.row_major(value.shape)))  # type: ignore[return-value]
+    if rows is None:
+        rows = Rows.of(b.reordered(value, value.dtype, binding.row_major(value.shape)))
+        assert rows is not None
+    return rows

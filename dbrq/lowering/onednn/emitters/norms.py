@@ -67,7 +67,8 @@ def softmax(b: Builder, p: Partition, arguments: list[Any], operands: list[Any])
     direct = p.out is not None and p.out.zero_point == 0 and p.out.quant_max == 255 and alg is Alg.SOFTMAX
     e = Epilogue()
     if direct:
-        e.scale(Arg.DST, b.numbers(p.out.scale))  # type: ignore[union-attr]
+        assert p.out is not None
+        e.scale(Arg.DST, b.numbers(p.out.scale))
     dst = b.new(value.shape, torch.uint8 if direct else b.dtype, value.strides)
     primitive = binding.softmax(alg, value.desc, dst.desc, dim % len(value.shape), e.attributes)
     b.run(checked(primitive, value.numel), {**e.places, Arg.SRC: value, Arg.DST: dst})

@@ -55,9 +55,10 @@ def _pool(b: Builder, p: Partition, given: Given, alg: Alg, kernel: list[int], s
     e = Epilogue()
     if on_integers:
         old, new = given.qparams, p.out
-        ratio = old.scale / new.scale  # type: ignore[union-attr]
-        e.linear(ratio, new.zero_point - old.zero_point * ratio)  # type: ignore[union-attr]
-        if (new.quant_min, new.quant_max) != (0, 255):  # type: ignore[union-attr]
+        assert old is not None and new is not None
+        ratio = old.scale / new.scale
+        e.linear(ratio, new.zero_point - old.zero_point * ratio)
+        if (new.quant_min, new.quant_max) != (0, 255):
             raise Unsupported("its result has fewer levels")
     elif averages:
         e.steps(b, p.steps, operands, fitted_to(b, shape, channels_last(shape)))

@@ -150,7 +150,8 @@ def convolution(b: Builder, p: Partition, arguments: list[Any], operands: list[A
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 3 if groups > 1 else 1)
             if padded:
-                e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)  # type: ignore[union-attr]
+                assert parameters.qparams is not None
+                e.zero_point(b, Arg.SRC, parameters.qparams.zero_point)
         return checked(binding.convolution(src.desc, weights, _desc(bias), dst.desc, stride, left, dilation,
                                             e.attributes, right, levels=parameters.levels), macs)  # fmt: skip
 
