@@ -205,6 +205,16 @@ def test_padding_of_integers(mode):
     assert torch.equal(pad_mode(x.to(torch.uint8), (1, 2, 2, 1), mode).float(), F.pad(x, (1, 2, 2, 1), mode=mode))
 
 
+@pytest.mark.parametrize("mode, pads", [("circular", (4, 0)), ("reflect", (0, 3))])
+def test_pad_modes_refuse_what_torch_refuses(mode, pads):
+    """Circular padding of more than the size went round twice."""
+    x = torch.zeros(1, 2, 3)
+    with pytest.raises(RuntimeError):
+        F.pad(x, pads, mode=mode)
+    with pytest.raises(KernelInputError, match="padding"):
+        pad_mode(x.to(torch.uint8), pads, mode)
+
+
 def test_dynamic_qparams():
     assert dynamic_qparams(torch.zeros(3), False) == QParams(1.0, 0, 0, 255)
     assert dynamic_qparams(torch.tensor([-1.0, 254.0]), False) == QParams(1.0, 1, 0, 255)

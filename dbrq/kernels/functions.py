@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KernelInputError
+from . import padding
 from .choice import is_matmul_right, is_max_pool_right
 from .qparams import QParams, require
 
@@ -85,25 +86,13 @@ def dynamic_qparams(x: Tensor, reduce_range: bool) -> QParams:
 
 
 def pad_mode(q: Tensor, pads: Sequence[int], mode: str) -> Tensor:
-    """``F.pad`` with mode "circular", "reflect" or "replicate" for tensors of any dtype, by indexing.
-
-    ``pads`` is in ``F.pad``'s order: last dimension first, two numbers each.
-    """
-    for i, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
-        dim = q.dim() - 1 - i
-        size = q.shape[dim]
-        if not (left or right):
-            continue
-        index = torch.arange(-left, size + right)
-        if mode == "circular":
-            index = index % size
-        elif mode == "replicate":
-            index = index.clamp(0, size - 1)
-        else:
-            if max(left, right) >= size:
-                raise KernelInputError(
-                    "reflect padding must be smaller than the input", got=f"padding {(left, right)}, size {size}"
-                )
-            index = (size - 1) - ((size - 1) - index.abs()).abs()
-        q = q.index_select(dim, index)
-    return q
+    """``F.pad`` with mode "circular", "reflect" or "replicate", as ``padding.pad_mode`` has it."""
+    most = {"circular": 0, "reflect": -1}.get(mode)
+    for i, given in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        size = q.shape[q.dim() - 1 - i]
+        if most is not None and max(given) > size + most:
+            raise KernelInputError(
+                f"{mode} padding must be {'at most the size of' if most == 0 else 'smaller than'} the input",
+                got=f"padding {given}, size {size}",
+            )
+    return padding.pad_mode(q, list(pads), mode)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import KernelInputError
 from .known_faults import lies_in_padding, plain_dilation
+from .padding import enlarged
 from .qparams import NO_POST_OP, PostOp, QParams, require
 
 # Above this many elements, padding the input by hand costs more than the weights' reorder that it saves.
@@ -20,21 +21,6 @@ qconv = torch.ops.onednn.qconv_pointwise.default
 qconv_sum = torch.ops.onednn.qconv2d_pointwise.binary
 qlinear = torch.ops.onednn.qlinear_pointwise.default
 qlinear_sum = torch.ops.onednn.qlinear_pointwise.binary
-
-
-def _pad_zero_point(q: Tensor, pads: Sequence[int], zero_point: int) -> Tensor:
-    """Pads the last ``len(pads)`` dims on both sides; keeps channels_last, where ``F.pad`` would be slow."""
-    shape = list(q.shape)
-    first = q.dim() - len(pads)
-    for i, pad in enumerate(pads):
-        shape[first + i] += 2 * pad
-    format_ = torch.channels_last if q.dim() == 4 else torch.contiguous_format
-    out = torch.empty(shape, dtype=torch.uint8, memory_format=format_).fill_(zero_point)
-    inner = out
-    for i, pad in enumerate(pads):
-        inner = inner.narrow(first + i, pad, q.shape[first + i])
-    inner.copy_(q)
-    return out
 
 
 def zero_point_in_bias(weight: Tensor, scale: Tensor, input_scale: float, zero_point: int) -> Tensor:
@@ -155,7 +141,9 @@ class StockConv:
         """
         zero_point, padding, bias = qparams.zero_point, self.padding, self.bias
         if self._pads_by_hand(q.shape, zero_point):
-            q = _pad_zero_point(q, padding, zero_point)  # and into channels_last, in the same copy
+            q = enlarged(
+                q, [n + 2 * p for n, p in zip(q.shape[2:], padding, strict=True)], padding, zero_point
+            )  # and into channels_last, in the same copy
             padding = [0] * self.ndim
         if self.ndim == 2:
             q = q.contiguous(memory_format=torch.channels_last)

@@ -11,8 +11,9 @@ TorchScript reads the annotations and finds what a method calls in the globals o
 these files puts off annotations, each imports what its scripted code calls, and types are those of ``typing``.
 """
 
+from ..padding import enlarged, pad, pad_mode
 from .base import Kernel, restored
-from .conv import Conv, ConvSum, enlarged
+from .conv import Conv, ConvSum
 from .functions import (
     additive_mask,
     int8_matmul,
@@ -20,8 +21,6 @@ from .functions import (
     max_pool,
     max_pool_of_levels,
     nearest,
-    pad,
-    pad_mode,
     weight_only_linear,
 )
 from .linear import DynamicLinear, Linear, LinearAdd, PointwiseConv, PointwiseConvAdd

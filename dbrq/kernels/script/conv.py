@@ -10,30 +10,13 @@ import torch
 from torch import Tensor
 
 from ..known_faults import is_one_column, is_one_frame, is_one_step, lies_in_padding, plain_dilation
+from ..padding import enlarged
 from ..qparams import NO_POST_OP, PostOp, QParams
 from ..stock import PAD_BY_HAND_BELOW
 from .base import KERNEL_CONSTANTS, Kernel
 
 if TYPE_CHECKING:
     from .base import number
-
-
-def enlarged(q: Tensor, spatial: List[int], before: List[int], fill: int) -> Tensor:
-    """uint8 ``[batch, channels, *]`` in the middle of a tensor with the sizes ``spatial``, in the kernel's layout.
-
-    ``before``: how far from the start of each spatial dimension.
-    """
-    sizes = list(q.size())[:2] + spatial
-    if len(spatial) == 2:
-        result = torch.empty(sizes, dtype=torch.uint8, memory_format=torch.channels_last)
-    else:
-        result = torch.empty(sizes, dtype=torch.uint8)
-    result.fill_(fill)
-    inner = result
-    for i in range(len(spatial)):
-        inner = inner.narrow(i + 2, before[i], q.size(i + 2))
-    inner.copy_(q)
-    return result
 
 
 def dense(x: Tensor) -> Tensor:

@@ -81,31 +81,6 @@ def nearest(q: Tensor, size: Optional[List[int]], scale_factor: Optional[List[fl
     )
 
 
-def pad(q: Tensor, pads: List[int], zero_point: int) -> Tensor:
-    """Zero padding of a quantized value."""
-    return torch.nn.functional.pad(q, pads, "constant", float(zero_point))
-
-
-def pad_mode(q: Tensor, pads: List[int], mode: str) -> Tensor:
-    """``F.pad`` with mode "circular", "reflect" or "replicate", by indexing; see ``kernels.pad_mode``."""
-    for i in range(len(pads) // 2):
-        left, right = pads[2 * i], pads[2 * i + 1]
-        dim = q.dim() - 1 - i
-        size = q.size(dim)
-        if left != 0 or right != 0:
-            index = torch.arange(-left, size + right)
-            if mode == "circular":
-                assert left <= size and right <= size, "dbrq: circular padding must be at most the input's size"
-                index = index % size
-            elif mode == "replicate":
-                index = index.clamp(0, size - 1)
-            else:
-                assert left < size and right < size, "dbrq: reflect padding must be smaller than the input"
-                index = (size - 1) - ((size - 1) - index.abs()).abs()
-            q = q.index_select(dim, index)
-    return q
-
-
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of what may be attended to, as what is added to the scores."""
     return torch.zeros(mask.size(), dtype=dtype).masked_fill_(mask.logical_not(), -float("inf"))
