@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
+from ._torch import count_dispatch_modes, current_function_mode, without_current_function_mode, without_function_modes
 from .eager import views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
@@ -47,7 +48,6 @@ hook_log = logging.getLogger("dbrq.hooks")
 NOT_RUN = object()
 _Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]  # to torch's stubs a tensor
 _NO_KWARGS: dict[str, Any] = {}
-_disabled = torch._C.DisableTorchFunction
 
 
 class _Active(threading.local):
@@ -97,8 +97,8 @@ class ModelToken:
         if torch.is_autocast_enabled("cpu"):
             with without_autocast():
                 return self.start(intercepted, args, kwargs)
-        if _get_current_function_mode() is active.call is not None:
-            with _pop_mode_temporarily():  # a model called by another: its ops are not the other's
+        if current_function_mode() is active.call is not None:
+            with without_current_function_mode():  # a model called by another: its ops are not the other's
                 return self.run(intercepted, args, kwargs)
         return self.run(intercepted, args, kwargs)
 
@@ -219,7 +219,7 @@ class RunCall(TorchFunctionMode):
 
     @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        if torch._C._len_torch_dispatch_stack():
+        if count_dispatch_modes():
             refuse_fake_mode(intercepted.path)
         if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
             args, kwargs = tree_map(plain, (args, kwargs))
@@ -249,7 +249,7 @@ class RunCall(TorchFunctionMode):
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
-        with _disabled():
+        with without_function_modes():
             return tree_map(unmarked, output)
 
     def enter(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -290,7 +290,7 @@ class RunCall(TorchFunctionMode):
 
     def _opaque(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A module that is kept in float: the subtree runs as the user wrote it."""
-        with _disabled():
+        with without_function_modes():
             return self._unseen(intercepted, args, kwargs)
 
     def _unseen(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
@@ -306,7 +306,7 @@ class RunCall(TorchFunctionMode):
         if row is None or self.frame is None or row.role in (Role.PASS, Role.FLOAT):
             if row is not None and intercepted.passes and (not intercepted.module.training or row.name == "identity"):
                 return args[0] if args else next(iter(kwargs.values()))
-            with _disabled():
+            with without_function_modes():
                 output = self._unseen(intercepted, args, kwargs)
                 if row is None:  # not looked into: all its outputs are its own
                     name = type(intercepted.module).__name__
@@ -326,7 +326,7 @@ class RunCall(TorchFunctionMode):
         assert self.frame is not None and intercepted.row is not None
         name = intercepted.row.name
         self.frame.state.unrecorded(name, intercepted.path)
-        with _disabled():
+        with without_function_modes():
             output = self._unseen(intercepted, args, kwargs)
             for leaf in tree_leaves(output):
                 if type(leaf) is Tensor:
@@ -335,7 +335,7 @@ class RunCall(TorchFunctionMode):
 
     def _leaf_alone(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A leaf called by itself, outside of the model."""
-        with _disabled():
+        with without_function_modes():
             hook = intercepted.token.home_hook(intercepted)
             if hook is None:
                 return intercepted.original(*args, **kwargs)
@@ -453,7 +453,7 @@ class RunCall(TorchFunctionMode):
 
     def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
         """Call a hook that only looks; it sees float values."""
-        with _disabled():
+        with without_function_modes():
             look(hook, module, path, tree_map(_shown, args))
 
     def tag_of(self, value: Tensor) -> Tag:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ._torch import FakeTensorMode, dispatch_modes, skip_when_compiling
 from .errors import ERRORS_OF_CODE, ConfigurationError, KernelInputError, QuantizationError
 from .hidden_state import extend, original
 from .mappings import Role
@@ -151,8 +151,7 @@ def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
 
 def refuse_fake_mode(path: str) -> None:
     """Raise where all tensors that are made are stand-ins without elements: kernels need those."""
-    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
-    if any(isinstance(mode, FakeTensorMode) for mode in stack):
+    if any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes()):
         raise KernelInputError(
             "a converted model was called under FakeTensorMode", path=path, expected="tensors with elements",
             hint="trace the float model, or the graph that dbrq.rewrite gives",
@@ -184,10 +183,5 @@ def not_compiled(function: Callable) -> Callable:
 
     ``torch.compiler.disable`` wraps each call, and imports the compiler.
     """
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function.__dict__["_torchdynamo_disable"] = True
-    function.__dict__["_torchdynamo_disable_msg"] = "dbrq watches eager code, and its kernels need no compiler"
+    skip_when_compiling(function, "dbrq watches eager code, and its kernels need no compiler")
     return function

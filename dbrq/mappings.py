@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import macs
+from ._torch import grouped_mm
 from .kernels import PostOp
 from .macs import Multiplied
 
@@ -388,7 +389,7 @@ _FLOAT = [
     OpRow("tensordot", Role.FLOAT, "a b dims=2 out=None", (torch.tensordot,), reason=_NO_INT8, macs=macs.tensordot),
     OpRow("chain_matmul", Role.FLOAT, "matrices", (torch.chain_matmul,), reason=_NO_INT8, macs=macs.chain),
     OpRow("multi_dot", Role.FLOAT, "input", (torch.linalg.multi_dot,), reason=_NO_INT8, macs=macs.chain),
-    OpRow("grouped_mm", Role.FLOAT, "input other offs=None bias=None out_dtype=None", (torch._grouped_mm,),
+    OpRow("grouped_mm", Role.FLOAT, "input other offs=None bias=None out_dtype=None", (grouped_mm,),
           reason=_NO_GROUPS, macs=macs.grouped),
 ]  # fmt: skip
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._torch import OpOverload, OpOverloadPacket, TorchDispatchMode, schema_of, storage_id, without_function_modes
 from .mappings import FUNCTIONS
 from .pytree import tree_leaves
 
@@ -77,7 +76,7 @@ def _overloads(function: Callable | str) -> tuple[OpOverload, ...]:
             return ()
         function = found
     overloads = (getattr(function, name) for name in function.overloads())
-    return tuple(op for op in overloads if not any(a.is_out for a in op._schema.arguments))
+    return tuple(op for op in overloads if not any(a.is_out for a in schema_of(op).arguments))
 
 
 def _shares(one: Any, other: Any) -> bool:
@@ -91,7 +90,7 @@ def may_alias(function: Callable | str) -> bool:
     """Whether some op of this name may return a view of an argument, going by schemas."""
     return any(
         a.alias_info is not None and r.alias_info is not None and _shares(a.alias_info, r.alias_info)
-        for op in _overloads(function) for a in op._schema.arguments for r in op._schema.returns
+        for op in _overloads(function) for a in schema_of(op).arguments for r in schema_of(op).returns
     )  # fmt: skip
 
 
@@ -118,7 +117,7 @@ def mutates(function: Callable) -> bool:
         return False
     if name.startswith("__") and name.startswith("__i"):  # in-place operators, as Python names them
         return name not in ("__index__", "__int__", "__invert__", "__init__")
-    found = [op._schema.arguments for op in _overloads(function) if op._schema.arguments]
+    found = [schema_of(op).arguments for op in _overloads(function) if schema_of(op).arguments]
     if found:
         return all(args[0].alias_info is not None and args[0].alias_info.is_write for args in found)
     return name.endswith("_") and not name.startswith("__")
@@ -160,8 +159,8 @@ _PROBABILITIES = ("dropout_p", "dropout", "train", "training")
 def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.name in _PROBABILITIES}
-    given = defaults | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    defaults = {a.name: a.default_value for a in schema_of(func).arguments if a.name in _PROBABILITIES}
+    given = defaults | {a.name: v for a, v in zip(schema_of(func).arguments, args, strict=False)} | kwargs
     return not any(type(given[name]) in (bool, int, float) and not given[name] for name in defaults)
 
 
@@ -175,7 +174,7 @@ def _is_dynamic(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def _written_arguments(func: OpOverload, args: Sequence[Any], kwargs: dict) -> list[Any]:
-    schema = func._schema
+    schema = schema_of(func)
     unsaid = _WRITES_UNSAID.get(schema.name, ())
     if not schema.is_mutable and not unsaid:
         return []
@@ -190,9 +189,9 @@ def memory_of(tensor: Tensor) -> int | None:
     """Stands for the memory of a tensor while that is alive; None for tensors that have none of their own."""
     if tensor.layout is not torch.strided:
         return None
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         try:
-            return tensor.untyped_storage()._cdata
+            return storage_id(tensor.untyped_storage())
         except NotImplementedError:  # a subclass that computes its elements
             return None
 
@@ -278,9 +277,9 @@ def is_unsaid(node: fx.Node) -> bool:
     if not found or node.op not in ("call_function", "call_method"):
         return False
     if facts.writes and not ("out" in node.kwargs or node.kwargs.get("inplace")):
-        said = (a for op in found for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-        return not any(isinstance(a.type, torch.TensorType) for a in said)
-    one = all(isinstance(r.type, torch.TensorType) for op in found for r in op._schema.returns)
+        said = [a for op in found for a in schema_of(op).arguments if a.alias_info is not None]
+        return not any(isinstance(a.type, torch.TensorType) for a in said if a.alias_info.is_write)
+    one = all(isinstance(r.type, torch.TensorType) for op in found for r in schema_of(op).returns)
     return bool(facts.aliases) and not facts.writes and one and not may_alias(node.target)
 
 

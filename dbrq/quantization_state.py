@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import without_function_modes
 from .eager import ops
 from .eager.interfaces import Hook, Model, Part
 from .eager.path import Hooks
@@ -169,7 +170,7 @@ class AutoQuantizationState(nn.Module):
             return None
         hooks = self._hooks.get(count)
         if hooks is None:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 hooks = self._hooks[count] = self._hooks_of(count)
         return hooks
 
@@ -212,7 +213,7 @@ class AutoQuantizationState(nn.Module):
         call, and the path it is on.
         """
         if self._any is None:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 times: dict[Place, list[SeenOp]] = {}
                 for op in self.ops():
                     times.setdefault(op.place, []).append(op)
@@ -247,7 +248,7 @@ class AutoQuantizationState(nn.Module):
         found = self._functions.get((row.name, where))
         if found is None:
             ops = [op for op in self.ops() if op.row is row and op.leaf is None and op.place.site == where]
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 found = [(op.place, self.plan(op)) for op in {op.place: op for op in ops}.values()]
             self._functions[row.name, where] = found
         return [place for place, hook in found if bound is None or hook.fits(bound)]

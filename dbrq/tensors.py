@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ._torch import make_wrapper, no_torch_function, schema_of, storage_id, version, without_function_modes
 from .errors import QuantizationError
 from .kernels import QParams, along, dequantize
 from .pytree import tree_map
@@ -25,7 +26,6 @@ from .record.record import Tag
 Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 # Elements may be asked for while a function mode is on, which must not see how they are made.
-_disabled = torch._C.DisableTorchFunction
 #: Tag of what was made of a value that was never seen where it was read: its range is not known.
 UNSURE = "a value of another origin than was recorded"
 
@@ -142,7 +142,7 @@ class Lazy(torch.Tensor):
     """A tensor whose float elements are computed when an op wants them."""
 
     # The function mode comes first, and outside of one __torch_dispatch__ does; a third stop would only cost time.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stub of it is wrong
+    __torch_function__ = no_torch_function
 
     def float_value(self) -> Tensor:
         """The value as a plain float32 tensor."""
@@ -152,7 +152,7 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # to torch's stubs it is no class method
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        written = args[0] if args and func._schema.is_mutable else None
+        written = args[0] if args and schema_of(func).is_mutable else None
         if isinstance(written, Lazy):
             return written._apply_in_place(func, args, kwargs or {})
         args, kwargs = tree_map(plain, (tuple(args), dict(kwargs or {})))
@@ -240,19 +240,19 @@ class Int8Tensor(Lazy):
     def __new__(
         cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, tag: int | str | None
     ) -> Int8Tensor:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        self = make_wrapper(cls, shape, dtype=torch.float32)
         self.size_, self.data_u8, self.qparams, self.tag = shape, data_u8, qparams, tag
         return self
 
     @classmethod
     def under_way(cls, shape: torch.Size, deferred: Deferred, stage: int) -> Int8Tensor:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        self = make_wrapper(cls, shape, dtype=torch.float32)
         self.size_, self.deferred, self.stage = shape, deferred, stage
         return self
 
     def float_value(self) -> Tensor:
         if self._float is None:
-            with _disabled():
+            with without_function_modes():
                 if self.data_u8 is not None:
                     self._float = row_major(dequantize(self.data_u8, self.qparams))
                 else:
@@ -281,7 +281,7 @@ class Int8Tensor(Lazy):
         """Other elements' order or choice of the same value, qparams unchanged."""
         moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag)
         assert self.data_u8 is not None
-        if data_u8.untyped_storage()._cdata == self.data_u8.untyped_storage()._cdata:
+        if storage_id(data_u8.untyped_storage()) == storage_id(self.data_u8.untyped_storage()):
             if self.alias is None:
                 self.alias = [weakref.ref(self)]
             self.alias.append(weakref.ref(moved))
@@ -320,7 +320,7 @@ class Int8Weight(Lazy):
     @staticmethod
     def __new__(cls, owner: nn.Module, name: str, axis: int | None, geometry: Geometry, whole: bool) -> Int8Weight:
         shape, stride, _ = geometry
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=torch.float32)
+        self = make_wrapper(cls, shape, strides=stride, dtype=torch.float32)
         self.owner, self.parameter, self.axis, self.geometry, self.is_whole = owner, name, axis, geometry, whole
         return self
 
@@ -347,7 +347,7 @@ class Int8Weight(Lazy):
         return self._part(self._held("int8"))
 
     def float_value(self) -> Tensor:
-        with _disabled():
+        with without_function_modes():
             whole, scale = self._held("int8"), self._held("scale")
             zero_point = self.owner._buffers.get(f"{self.parameter}_zero_point")
             levels = whole.to(torch.float32)
@@ -359,10 +359,10 @@ class Int8Weight(Lazy):
         """``func`` applied to the elements' places only; None unless the result is a view."""
         stored = self.int8()
         result = func(stored, *args, **kwargs)
-        storage = stored.untyped_storage()._cdata
+        storage = storage_id(stored.untyped_storage())
 
         def wrap(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == storage:
+            if isinstance(leaf, Tensor) and storage_id(leaf.untyped_storage()) == storage:
                 return Int8Weight(self.owner, self.parameter, self.axis, geometry_of(leaf), False)
             raise _NotAView
 
@@ -403,4 +403,4 @@ def plain(value: Any) -> Any:
 
 def version_of(tensor: Tensor) -> int:
     """Changes when ``tensor`` is written to; -1 where torch keeps no count."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else version(tensor)

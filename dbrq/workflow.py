@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
+from ._torch import without_function_modes
 from .auto_trace import InterceptedForward, active
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
@@ -247,7 +248,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
 
 def _prove(token: QuantizedModelToken) -> None:
     """Try the kernels for the recorded shapes now; the first call tries those for others."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+    with without_function_modes(), torch.inference_mode(False), torch.no_grad():
         for state in token.states.values():
             for op in state.ops():
                 plan: Any = state.plan(op)

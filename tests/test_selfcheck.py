@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import default_dynamic_qconfig
 
 import dbrq
-from dbrq import kernels, selfcheck
+from dbrq import _torch, kernels, selfcheck
 from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, choice, formulations, script, stock, trials
 from dbrq.kernels.known_faults import FAULTS, Geometry, fault_of
 from dbrq.lowering import inductor
@@ -201,8 +201,8 @@ def test_a_max_pool_and_a_product_that_lie(monkeypatch):
     assert torch.equal(
         kernels.max_pool(q, 2, [2, 2], [2, 2], [0, 0], [1, 1], False).float(), F.max_pool2d(q.float(), 2)
     )
-    op = torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b, out: op(a, b, out=out).add_(1))
+    op = _torch.int_mm
+    monkeypatch.setattr(_torch, "int_mm", lambda a, b, out: op(a, b, out=out).add_(1))
     a, b = q[0], q[0].transpose(1, 2).contiguous()
     one = QParams(1.0, 3)
     assert torch.equal(kernels.int8_matmul(a, one, b, one), (a.float() - 3) @ (b.float() - 3))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from .._torch import reversed_padding, without_function_modes
 from ..auto_trace import InterceptedForward, active, hook_log, look
 from ..eager.arguments import activations, bind_leaf, constant, specified
 from ..eager.decompositions import decomposed
@@ -56,7 +57,6 @@ from ..tensors import unmarked
 from .surgery import as_forward_sees, bake, copied, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
-_disabled = torch._C.DisableTorchFunction
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -178,7 +178,7 @@ class Watch(Values, TorchFunctionMode):
                     for number, tensor in enumerate(tensors):
                         self._given((intercepted.path, name, number, tensor.dtype), tensor)
                 output = self.enter(intercepted, args, kwargs)
-                with _disabled():
+                with without_function_modes():
                     for leaf in tree_leaves(output):
                         if isinstance(leaf, Tensor):
                             self._value(leaf).is_output = True
@@ -206,7 +206,7 @@ class Watch(Values, TorchFunctionMode):
 
     def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
         """Call a hook that only looks."""
-        with _disabled():
+        with without_function_modes():
             look(hook, module, path, args)
 
     def _log(self, message: str, *of: str) -> None:
@@ -237,7 +237,7 @@ class Watch(Values, TorchFunctionMode):
 
     def _module(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         calls = self.record.calls.setdefault(intercepted.path, [])
-        with _disabled():
+        with without_function_modes():
             tensors = intercepted.tensors_by_name(args, kwargs)
             inside = f"{intercepted.path}." if intercepted.path else ""
             call = SeenCall(
@@ -262,16 +262,16 @@ class Watch(Values, TorchFunctionMode):
         if self.frame is None:  # the whole model
             self.frame = _Frame(intercepted.path, None, 0)
         name = type(intercepted.module).__name__
-        with _disabled():
+        with without_function_modes():
             started = None if self.hidden else self._start(OTHER, name, (args, kwargs), module=intercepted)
         self.hidden += 1
         try:
-            with _disabled():
+            with without_function_modes():
                 output = intercepted.original(*args, **kwargs)
         finally:
             self.hidden -= 1
         if started is not None:
-            with _disabled():
+            with without_function_modes():
                 self._see(started, OTHER, name, "module", args, kwargs, output, module=intercepted)
         return output
 
@@ -280,7 +280,7 @@ class Watch(Values, TorchFunctionMode):
     def _leaf_op(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         row = intercepted.row
         assert row is not None
-        with _disabled():
+        with without_function_modes():
             bound = bind_leaf(intercepted, args, kwargs)
             started = self._start(row, row.name, (args, kwargs), bound, intercepted)
             stashed, output = self._run(started, row, bound, lambda: intercepted.original(*args, **kwargs))
@@ -490,7 +490,7 @@ class Watch(Values, TorchFunctionMode):
             seen.norm = tuple(self._parameter(b) if isinstance(b, Tensor) else None for b in bound[1:5])
         leaf: Any = None if module is None else module.module
         if row.ndim and getattr(leaf, "padding_mode", "zeros") != "zeros":
-            seen.pad = (tuple(leaf._reversed_padding_repeated_twice), leaf.padding_mode)
+            seen.pad = (tuple(reversed_padding(leaf)), leaf.padding_mode)
 
 
 def _spelled(func: Callable) -> str:

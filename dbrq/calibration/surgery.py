@@ -25,10 +25,9 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .._torch import COMPILED, PRUNED, global_forward_pre_hooks, without_function_modes
 from ..errors import ERRORS_OF_CODE, ConfigurationError
 from ..hidden_state import extend, original
-
-_disabled = torch._C.DisableTorchFunction
 
 
 def copied(model: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
@@ -63,7 +62,7 @@ def copied(model: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
 def uncompiled(model: Any) -> Any:
     """The module inside ``torch.compile(module)``, or what was given: dbrq watches eager code."""
     while _is_wrapper(model):
-        model = model._modules["_orig_mod"]
+        model = model._modules[COMPILED]
     return model
 
 
@@ -78,9 +77,7 @@ def uncompile_children(model: nn.Module) -> nn.Module:
 
 def _is_wrapper(module: Any) -> bool:
     # By name, since importing the class imports the compiler.
-    return (
-        isinstance(module, nn.Module) and type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
-    )
+    return isinstance(module, nn.Module) and type(module).__name__ == "OptimizedModule" and COMPILED in module._modules
 
 
 # Parametrizations
@@ -89,13 +86,13 @@ def _is_wrapper(module: Any) -> bool:
 _OLD_STYLE: dict[type, tuple[str, tuple[str, ...]]] = {
     WeightNorm: ("name", ("g", "v")),
     SpectralNorm: ("name", ("orig", "u", "v")),
-    prune.BasePruningMethod: ("_tensor_name", ("orig", "mask")),
+    prune.BasePruningMethod: (PRUNED, ("orig", "mask")),
 }
 
 
 def bake(model: nn.Module) -> nn.Module:
     """Put the present value of each parametrized tensor in place of what computes it. Call it in eval mode."""
-    with torch.inference_mode(False), torch.no_grad(), _disabled():
+    with torch.inference_mode(False), torch.no_grad(), without_function_modes():
         for module in list(model.modules()):
             if parametrize.is_parametrized(module):
                 _bake_new_style(module)
@@ -170,7 +167,7 @@ def run_parametrizations_plainly(model: nn.Module, token: Any) -> list[str]:
 def _forward_plainly(module: nn.Module, token: Any, path: str, name: str, *args: Any, **kwargs: Any) -> Any:
     from ..auto_trace import active
 
-    with _disabled():
+    with without_function_modes():
         value = type(module).forward(module, *args, **kwargs)
         if active.call is not None and active.call.token is token:
             active.call.computed(path, name, value)
@@ -182,7 +179,7 @@ def _forward_plainly(module: nn.Module, token: Any, path: str, name: str, *args:
 
 def as_forward_sees(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments that a call's pre-hooks leave for ``forward``."""
-    if not (model._forward_pre_hooks or nn.modules.module._global_forward_pre_hooks):
+    if not (model._forward_pre_hooks or global_forward_pre_hooks):
         return args, kwargs
     seen: list[tuple[tuple, dict]] = []
 

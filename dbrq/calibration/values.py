@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .._torch import storage_id
 from ..eager import views
 from ..mappings import (
     OpRow,
@@ -165,7 +166,7 @@ class Values:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or tensor.device.type == "meta":
                     continue
-                key = found.setdefault(tensor.untyped_storage()._cdata, (path, name))
+                key = found.setdefault(storage_id(tensor.untyped_storage()), (path, name))
                 places = self.record.parameter_names.setdefault(key, [])
                 if (path, name) not in places:
                     places.append((path, name))
@@ -255,6 +256,6 @@ def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
 def _storage(tensor: Tensor) -> int | None:
     """Identifies the memory of a tensor; None for those without (sparse ones, and those inside vmap)."""
     try:
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
         return None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
+from .._torch import without_function_modes
 from ..errors import QuantizationError
 from ..kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
 from ..kernels.ranges import seven_bits
@@ -30,8 +31,6 @@ from .weights import (
     rounds_to,
 )
 
-_disabled = torch._C.DisableTorchFunction
-
 
 class Fused:
     """A fusion under way: an int8 convolution or linear layer whose followers are not all known yet.
@@ -45,7 +44,7 @@ class Fused:
         self.plan, self.q, self.qparams, self.unsure, self.other = plan, q, qparams, unsure, other
 
     def value(self, stage: int) -> Tensor:
-        with _disabled():
+        with without_function_modes():
             result = self.plan.execute(self.q, self.qparams, stage, self.other, None)
             set_tag(result, self.tag(stage))
             return result
@@ -83,7 +82,7 @@ class ComputePlan(Plan):
             return False
         if not self.weight.ref.computed:
             return is_weight(bound[1], self.weight.ref, self.modules)
-        with _disabled():
+        with without_function_modes():
             int8, scale = self.weight.int8(self.modules), self.weight.scale(self.modules)
             return rounds_to(bound[1], int8, scale, *self._levels)
 
@@ -93,14 +92,14 @@ class ComputePlan(Plan):
             if shape is not None and x.tag in self._tags:
                 if self.steps:
                     return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)
-                with _disabled():
+                with without_function_modes():
                     return self._result(x.data_u8, x.qparams, shape)
         return self.module(call, leaf, (x,), {})
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         if kwargs or self.op.bias_computed:
             return super().module(call, leaf, args, kwargs)
-        with _disabled():
+        with without_function_modes():
             return self.run(call, args)
 
     def run(self, call: Run, bound: Sequence[Any]) -> Any:
@@ -396,7 +395,7 @@ class FusedPlan(Plan):
                 x.become(result)
                 return x
             return result
-        with _disabled():
+        with without_function_modes():
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
         if not inplace:
             return Int8Tensor(shape, data, self.out, self.tag)

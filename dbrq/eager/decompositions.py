@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import base_of
 from ..tensors import Int8Weight
 
 
@@ -136,7 +137,7 @@ def _is_weight(value: Any) -> bool:
         return False
     if isinstance(value, (nn.Parameter, Int8Weight)):
         return True
-    base = value._base
+    base = base_of(value)
     return isinstance(base, nn.Parameter) and len(base.size()) == 2
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import without_function_modes
 from ..errors import DeviationError, KernelInputError
 from ..kernels import QParams, dynamic_qparams, quantize, together
 from ..mappings import Role, Spelling, asks_inplace
@@ -24,7 +25,6 @@ from .float_reference import run_float
 from .interfaces import Leaf, Run, State
 
 Quantized = tuple[Tensor, QParams]
-_disabled = torch._C.DisableTorchFunction
 
 
 _no_dispatch = Tensor.__torch_dispatch__
@@ -115,7 +115,7 @@ class Plan:
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         """The op as a leaf module."""
-        with _disabled():
+        with without_function_modes():
             if self.op.decision.precision == "float":
                 self._note_origins(call, args[:1])
                 if self.op.inplace and args:

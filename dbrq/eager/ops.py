@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from .._torch import without_function_modes
 from ..errors import QuantizationError
 from ..kernels import PackedLinear, dequantize, ints
 from ..kernels.ranges import seven_bits
@@ -23,8 +24,6 @@ from .float_reference import run_float
 from .interfaces import Leaf, Run, State
 from .recurrent import recurrent_weights, run_recurrent
 from .weights import Watched, is_weight
-
-_disabled = torch._C.DisableTorchFunction
 
 
 class ElementwisePlan(Plan):
@@ -171,7 +170,7 @@ class RecurrentPlan(Plan):
         self.reduce_range = seven_bits(op.qconfig.activation())
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
-        with torch.no_grad(), _disabled():
+        with torch.no_grad(), without_function_modes():
             args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)
             return self._tagged(output)

@@ -8,7 +8,6 @@ forms are derived, never saved, and rebuilt when what they came from changes.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .._torch import init_flat_weights, storage_id, version
 from ..errors import LoadError
 from ..kernels import along, quantize_weight
 from ..kernels.ranges import are_scales
@@ -46,7 +46,7 @@ def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> 
     registered = module._parameters.get(ref.name, module._buffers.get(ref.name))
     if registered is None or not isinstance(tensor, Tensor) or tensor.is_meta:
         return False
-    same_memory = tensor.untyped_storage()._cdata == registered.untyped_storage()._cdata
+    same_memory = storage_id(tensor.untyped_storage()) == storage_id(registered.untyped_storage())
     return same_memory and geometry_of(tensor) == (geometry_of(registered) if ref.whole else ref.geometry)
 
 
@@ -136,13 +136,13 @@ class Watched:
     def __init__(self, sources: Sequence[tuple[dict, str]]) -> None:
         self._places = [(d, name, d[name]) for d, name in sources if d.get(name) is not None]
         self._tensors = [tensor for _, _, tensor in self._places if not tensor.is_inference()]
-        self._versions = sum(map(_version, self._tensors))
+        self._versions = sum(map(version, self._tensors))
 
     def unchanged(self) -> bool:
         for registered, name, tensor in self._places:
             if registered.get(name) is not tensor:
                 return False
-        return sum(map(_version, self._tensors)) == self._versions
+        return sum(map(version, self._tensors)) == self._versions
 
     def moved(self, places: Mapping[int, dict]) -> Watched | None:
         """The same for a copy of the model that shares these tensors; None if it has others.
@@ -155,9 +155,6 @@ class Watched:
         found = copy.copy(self)
         found._places = [(places[id(registered)], name, tensor) for registered, name, tensor in self._places]
         return found if found.unchanged() else None
-
-
-_version = operator.attrgetter("_version")
 
 
 def check_entry(given: Any, held: Tensor, path: str, name: str) -> None:
@@ -262,7 +259,7 @@ def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> 
         _forget(module, name)
         module.__dict__[name] = Int8Weight.whole(module, name, 0)
     if isinstance(module, nn.RNNBase):
-        module._init_flat_weights()  # its list of weights would keep the float ones alive
+        init_flat_weights(module)  # its list of weights would keep the float ones alive
 
 
 def _forget(module: nn.Module, name: str) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from .._torch import pytree
 from ..errors import ConfigurationError, ExportError, is_bug
 from ..quiet import quiet
-from .program import ERRORS_OF_TRACING, exported
+from .program import errors_of_tracing, exported
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
 OPSET = 20
@@ -114,7 +114,7 @@ def _translated(program: ExportedProgram, translations: dict, opset_version: int
         with torch.no_grad(), quiet(loggers=("torch.onnx", "onnxscript", "onnx_ir")):
             onnx_program = torch.onnx.export(program, dynamo=True, custom_translation_table=translations,
                                              opset_version=opset_version, verbose=False)  # fmt: skip
-    except ERRORS_OF_TRACING as error:
+    except errors_of_tracing() as error:
         if is_bug(error):
             raise
         cause: BaseException = error

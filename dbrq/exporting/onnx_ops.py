@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from onnxscript.onnx_opset import opset18
 from onnxscript.onnx_types import TensorType
 
+from .._torch import OpOverload
 from ..graph.nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 
 #: Untyped: onnxscript's annotations name the dtype of each tensor, which is known when a graph is written only.
@@ -91,7 +91,7 @@ def _scalars(scale: Any, zero_point: Any, dtype: int) -> tuple[Any, Any]:
 
 
 #: torch op -> what writes it, for ``torch.onnx.export``.
-TRANSLATIONS: dict[torch._ops.OpOverload, Callable] = {
+TRANSLATIONS: dict[OpOverload, Callable] = {
     QUANTIZE.default: quantize,
     QUANTIZE.tensor: quantize_dynamic,
     DEQUANTIZE.default: dequantize,

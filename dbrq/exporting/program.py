@@ -14,14 +14,12 @@ from typing import Any
 
 import sympy
 import torch
-import torch.fx.experimental._config as shape_config
 import torch.fx.traceback
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from .._torch import ASSERT_SCALAR, assert_, check_traced, codegen_of, pytree, shape_settings, user_error
 from ..calibration.recorder import random_state_kept
 from ..errors import ERRORS_OF_CODE, RewriteError, is_bug
 from ..graph.nodes import DEQUANTIZE_PER_CHANNEL
@@ -33,13 +31,15 @@ from ..rewriter import Recording, record
 
 log = logging.getLogger("dbrq.lowering")
 
-_patch = shape_config.patch  # type: ignore[attr-defined]  # torch puts it there when it is imported
-
-#: What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from RuntimeError,
-#: those of sizes that it was told are free from its own UserError, which is an Exception.
-ERRORS_OF_TRACING = (*ERRORS_OF_CODE, UserError)
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
+
+
+def errors_of_tracing() -> tuple[type[Exception], ...]:
+    """What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from
+    RuntimeError, those of sizes that it was told are free from its own UserError, which is an Exception.
+    """
+    return (*ERRORS_OF_CODE, user_error())
 
 
 def export(
@@ -91,7 +91,7 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except ERRORS_OF_TRACING as error:
+    except errors_of_tracing() as error:
         if is_bug(error):
             raise
         raise RewriteError(
@@ -120,12 +120,12 @@ def program_of(
     for oblivious in (True, False):  # a size of 1 in the example stays free; or else is 1
         try:
             # Copying a program, torch warns of its own classes.
-            with _patch(backed_size_oblivious=oblivious), quiet(FutureWarning):
+            with shape_settings(backed_size_oblivious=oblivious), quiet(FutureWarning):
                 program = _exported(graph, args, kwargs, free)
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
                 return program
-        except ERRORS_OF_TRACING as error:  # torch's, of sizes that it cannot keep free
+        except errors_of_tracing() as error:  # torch's, of sizes that it cannot keep free
             if is_bug(error):
                 raise
             log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)
@@ -140,7 +140,7 @@ class _Exportable(nn.Module):
         self._modules.update(graph._modules)
         self._parameters.update(graph._parameters)
         self._buffers.update(graph._buffers)
-        self._graph, codegen = graph.graph, graph.graph._codegen
+        self._graph, codegen = graph.graph, codegen_of(graph.graph)
         self._returned: Callable[[Any], Any] = _plain
         if isinstance(codegen, RestoringCodeGen):
             self._returned = returned = copy.copy(codegen.returned)
@@ -220,7 +220,7 @@ def _check(condition: Any, message: str) -> None:
         condition = _bool(condition)
     if isinstance(condition, torch.SymBool):
         _checks.get().update(dict.fromkeys(_spellings(condition.node.expr), message))
-    torch._check(condition, lambda: message)
+    check_traced(condition, lambda: message)
 
 
 def _spellings(expr: sympy.Basic) -> list[str]:
@@ -232,7 +232,7 @@ def _spellings(expr: sympy.Basic) -> list[str]:
 
 def _say_where(program: ExportedProgram, checks: Mapping[str, str]) -> None:
     """Checks of numbers that were read from tensors are torch's own in a program, in symbols."""
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+    for node in program.graph.find_nodes(op="call_function", target=ASSERT_SCALAR):
         expression = re.search("expression (.*) on node", node.args[1])
         if expression is not None and expression[1] in checks:
             node.args = (node.args[0], checks[expression[1]])
@@ -302,7 +302,7 @@ def _unbind(x: Tensor, dim: int = 0, *, parts: int, message: str) -> Any:
 
 #: What gives plain numbers, or wants them -> the like for numbers that are not known yet.
 _SYMBOLIC: dict[Any, Callable] = {
-    int: _int, float: _float, bool: _bool, torch._assert: _check,
+    int: _int, float: _float, bool: _bool, assert_: _check,
     torch.equal: _all_equal, torch.allclose: _all_close, torch.is_nonzero: _bool,
     **{f: _comparing(f) for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)},
 }  # fmt: skip
@@ -323,7 +323,7 @@ def _parts(node: fx.Node) -> dict[str, Any] | None:
     for count in node.users:
         for equal in count.users if count.target is len else ():
             for check in equal.users:
-                if check.target in (torch._assert, _check):
+                if check.target in (assert_, _check):
                     return {"parts": equal.args[1], "message": check.args[1]}
     return None
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._torch import codegen_of, storage_id, version
 from ..op_facts import writes
 from .difference import Difference, difference, noises, numbers, rms
 from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
@@ -49,7 +50,7 @@ class Reference(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, dtype: torch.dtype = torch.float32) -> None:
         nodes = copy.deepcopy(graph.graph)
-        codegen = nodes._codegen
+        codegen = codegen_of(nodes)
         self.returned = codegen.returned if isinstance(codegen, RestoringCodeGen) else None
         super().__init__(fx.GraphModule(graph, nodes))
         self.extra_traceback = False
@@ -144,7 +145,7 @@ class Reference(fx.Interpreter):
             self._forced = None
         output = _mutable(plain) if self.returned is None else self.returned(plain)
         changed = {
-            name: held for name, (held, before) in self._held.items() if held._version or not torch.equal(held, before)
+            name: held for name, (held, before) in self._held.items() if version(held) or not torch.equal(held, before)
         }
         self.changed |= set(changed)
         self._held = {}
@@ -196,9 +197,9 @@ class Reference(fx.Interpreter):
         """Whether a value shares memory with what it was made of, or with itself."""
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
             return True
-        storage = value.untyped_storage()._cdata
+        storage = storage_id(value.untyped_storage())
         given = (self.env.get(n) for n in node.all_input_nodes)
-        return any(isinstance(g, Tensor) and g.untyped_storage()._cdata == storage for g in given)
+        return any(isinstance(g, Tensor) and storage_id(g.untyped_storage()) == storage for g in given)
 
 
 def _local_difference(node: fx.Node, expected: Tensor, got: Tensor) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import torch.compiler
+from .._torch import is_compiling_flag, set_is_compiling_flag
 
 
 class _ThreadFlag:
@@ -43,8 +43,8 @@ def capturing() -> Iterator[None]:
     """``torch.compiler.is_compiling()`` is true on this thread."""
     with _flag.lock:
         if not _flag.users:
-            _flag.original = torch.compiler._is_compiling_flag
-            torch.compiler._is_compiling_flag = _flag  # type: ignore[assignment]  # in place of torch's bool
+            _flag.original = is_compiling_flag()
+            set_is_compiling_flag(_flag)
         _flag.users += 1
     _flag.captures.depth = getattr(_flag.captures, "depth", 0) + 1
     try:
@@ -54,4 +54,4 @@ def capturing() -> Iterator[None]:
         with _flag.lock:
             _flag.users -= 1
             if not _flag.users:
-                torch.compiler._is_compiling_flag = _flag.original
+                set_is_compiling_flag(_flag.original)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import without_function_modes
 from ..auto_trace import InterceptedForward, logging_values
 from ..calibration.session import working_copy
 from ..errors import ERRORS_OF_CODE, is_bug
@@ -115,7 +116,7 @@ def _held(model: nn.Module) -> list[tuple]:
 def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
     """Put a copy of an op's value with those that it had in this run."""
     if op.hooked and isinstance(value, Tensor) and value.is_floating_point():
-        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        with without_function_modes(), torch.inference_mode(False):
             values.setdefault(op.path, []).append(plain(value).detach().clone())
 
 

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import fx
 
+from .._torch import assert_, quantized_decomposed
 from ..op_facts import (
     called,
     is_random,
     writes,
 )
 
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor
+QUANTIZE = quantized_decomposed.quantize_per_tensor
 
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor
+DEQUANTIZE = quantized_decomposed.dequantize_per_tensor
 
-CHOOSE_QPARAMS = torch.ops.quantized_decomposed.choose_qparams
+CHOOSE_QPARAMS = quantized_decomposed.choose_qparams
 
-DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel
+DEQUANTIZE_PER_CHANNEL = quantized_decomposed.dequantize_per_channel
 
 
 def tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
@@ -73,7 +73,7 @@ def is_impure(node: fx.Node) -> bool:
     """
     if node.op in ("placeholder", "output") or writes(node) or is_random(node):
         return True
-    return node.target is torch._assert or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
+    return node.target is assert_ or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
 
 
 def remove_dead(graph: fx.Graph) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import Tensor, fx, nn
 
+from .._torch import without_function_modes
 from ..errors import ERRORS_OF_CODE, RewriteError
 from ..kernels import QParams
 from ..op_facts import (
@@ -217,7 +217,7 @@ class GraphRecorder(GraphWriter):
 
     def _was_seeded(self) -> bool:
         """Whether the code has set the seed of random numbers."""
-        with torch._C.DisableTorchFunction():  # it is not the user's code that looks
+        with without_function_modes():  # it is not the user's code that looks
             at_start = np.array_equal(torch.get_rng_state().numpy(), self._seeded_state)
         self._drawn_since = self._drawn_since or not at_start
         return torch.initial_seed() != self._seed or (at_start and self._drawn_since)
@@ -238,7 +238,7 @@ class GraphRecorder(GraphWriter):
         args, kwargs = walk(lambda leaf: plain(untraced(leaf)), (tuple(args), dict(kwargs)))
         self._executing += 1
         try:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 return function(*args, **kwargs)
         finally:
             self._executing -= 1

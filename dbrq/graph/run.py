@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import current_function_mode, skip_one_hop, without_function_modes
 from ..auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
 from ..eager import views
 from ..eager.arguments import bind_leaf
@@ -84,7 +85,7 @@ class GraphRun(RunCall):
             self._plain -= 1
 
     def _mode(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if torch.overrides._get_current_function_mode() is self else self
+        return contextlib.nullcontext() if current_function_mode() is self else self
 
     @contextlib.contextmanager
     def _at(self, path: str, op: str | None = None) -> Iterator[None]:
@@ -103,7 +104,7 @@ class GraphRun(RunCall):
             return super().enter(intercepted, args, kwargs) if self.frame else self._root(intercepted, args, kwargs)
 
     def _root(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
                 for tensor, tag in zip(tensors, self.inputs.tags_of(name, tensors), strict=True):
                     self._with_tag(tensor, tag)
@@ -214,7 +215,7 @@ class GraphRun(RunCall):
         self._inside.add(func)
         try:
             with self.plainly():
-                output = torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
+                output = skip_one_hop(func, types, args, kwargs)
         finally:
             self._inside.discard(func)
         return self._made_by(function_name(func), output, (args, kwargs))
@@ -246,7 +247,7 @@ class GraphRun(RunCall):
         if row.name in views.DROPOUTS and not (bound[2] and bound[1]):
             return subject
         if isinstance(subject, Int8Weight) and args:
-            with torch._C.DisableTorchFunction():  # still a weight, for what multiplies with it
+            with without_function_modes():  # still a weight, for what multiplies with it
                 part = views.move(func, row, subject, args, kwargs)
             if part is not None:
                 return part
@@ -352,7 +353,7 @@ class GraphRun(RunCall):
             int8 = hook.weight.int8(modules)
             return recorder.weight(str(ref), int8, scale), bias
 
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return recorder.part(key, make)
 
     def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
@@ -392,11 +393,10 @@ class GraphRun(RunCall):
 
     def _embedding(self, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
         """Rows are looked up as int8, then scaled."""
-        owner, name, ref = hook.owner, hook.name, hook.op.weight
+        name, ref = hook.name, hook.op.weight
         assert ref is not None
         prefix = f"{ref.path}.{name}".lstrip(".")
-        buffers = owner._buffers
-        held = {s: buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
+        held = {s: hook.owner._buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
         for suffix, tensor in held.items():
             if tensor is not None:
                 self.recorder.name(tensor, f"{prefix}_{suffix}")
@@ -434,7 +434,7 @@ class GraphRun(RunCall):
             )  # fmt: skip
         is_lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
         h0, c0 = (hx if is_lstm else (hx, None)) if hx is not None else (None, None)
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             kernel = self.recorder.part(
                 ("recurrent", intercepted.path),
                 lambda: recurrent(module, dict(recurrent_weights(module)), 127 if hook.reduce_range else 255),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
+from .._torch import unwrap_optional
 from ..auto_trace import InterceptedForward, RunCall
 from ..errors import RewriteError
 from ..pytree import tree_leaves, tree_map
@@ -109,9 +110,7 @@ class Inputs:
             nodes.append(self._placeholder(name, value, default, optional))
         for (name, value, _, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
             if wrapped:
-                node = recorder.graph.create_node(
-                    "call_function", torch.jit._unwrap_optional, (node,), name=f"{name}_given"
-                )
+                node = recorder.graph.create_node("call_function", unwrap_optional, (node,), name=f"{name}_given")
             values[name] = self._value(node, value, name, key) if given else self._absent(node, value, name)
         self.args, self.kwargs = self._call(signature, bound, values)
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._torch import OpOverload, boolean_dispatched, find_builtin, schemas_of, script_name, script_overloads
 from ..mappings import NUMPY_NAMES
 from .symbols import Traced
 
@@ -103,7 +104,7 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
         return "call_function", torch.ops.aten.nonzero_numpy, given[:1] or [options["input"]], {}
     if is_method(function):
         return _method(_SAFE.get(name, name), given, options)
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         function = function.overloadpacket
     if name == "einsum" and (len(given) > 2 or not isinstance(given[1], (list, tuple))):
         given = [given[0], list(given[1:])]
@@ -205,7 +206,7 @@ def _with_stride(given: list, options: dict) -> tuple[list, dict]:
 
 def _typed(function: Callable, given: list, options: dict) -> tuple[list, dict]:
     """Arguments of the types that TorchScript's signature has."""
-    if not inspect.isfunction(function) or torch.jit._builtins._find_builtin(function) is not None:
+    if not inspect.isfunction(function) or find_builtin(function) is not None:
         return _conforming(name_of(function), given, options)
     names, hints = _annotations(function)
     given = [_as_annotated(v, hints.get(name, "")) for v, name in zip(given, names, strict=False)] + given[len(names) :]
@@ -242,7 +243,7 @@ def _as_float(value: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _schemas(name: str) -> tuple[Any, ...]:
     """The schemas of an aten operator, all overloads but those that write to ``out``."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    schemas = schemas_of(f"aten::{name}")
     return tuple(s for s in schemas if "out" not in s.overload_name)
 
 
@@ -310,10 +311,10 @@ def scriptable(function: Callable) -> bool:
         return True
     if is_method(function):  # what aten has under its name may give other results
         return function in _OPERATORS or function in _INPLACE
-    if (builtin := torch.jit._builtins._find_builtin(function)) is not None:
+    if (builtin := find_builtin(function)) is not None:
         return bool(_schemas(builtin.removeprefix("aten::")))
-    name = torch._jit_internal._qualified_name(function)
-    if function in torch._jit_internal.boolean_dispatched or torch._jit_internal._get_fn_overloads(name):
+    name = script_name(function)
+    if function in boolean_dispatched or script_overloads(name):
         return True
     try:
         torch.jit.frontend.get_jit_def(function, function.__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import TorchDispatchMode, without_function_modes
 from ..pytree import tree_map
 
 
@@ -31,7 +31,7 @@ class Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return func(*args, **(kwargs or {}))
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.ao.quantization.fx._decomposed  # registers the quantized_decomposed ops
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import TorchDispatchMode, assert_, schema_of, without_function_modes
 from ..errors import SeveralPathsError
 from ..kernels import QParams
 from ..op_facts import (
@@ -154,7 +153,7 @@ class GraphWriter:
         """From now on ``tensor`` is what ``node`` computes."""
         known = self._known[id(tensor)] = Known(weakref.ref(tensor), node, **facts)
         self._strangers.pop(id(tensor), None)
-        with torch._C.DisableTorchFunction():  # the run may be on its way, which would trace the sizes
+        with without_function_modes():  # the run may be on its way, which would trace the sizes
             node.meta.setdefault("dtype", tensor.dtype)
             node.meta.setdefault("shape", tuple(tensor.shape))
             strided = tensor.layout is torch.strided
@@ -341,7 +340,7 @@ class GraphWriter:
         place = f"module {path or '<root>'}, {line}"
         self.decisions.append(f"{what} was {value} ({place})")
         message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
-        self._describe(self.graph.call_function(torch._assert, (condition, message)))
+        self._describe(self.graph.call_function(assert_, (condition, message)))
 
     def hold_layouts(self) -> None:
         """Have the graph assert the layout of inputs that decides which elements are read, or whether a write reaches a
@@ -383,7 +382,7 @@ class GraphWriter:
         tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         if any(self.depends(t) for t in tensors):
             made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 made += tensors[:1]
             for tensor in made:
                 self._known.pop(id(tensor), None)
@@ -397,7 +396,7 @@ class _OutOfSight(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunction():  # it is no call of the user's code
+        with without_function_modes():  # it is no call of the user's code
             result = func(*args, **(kwargs or {}))
         self.recorder.out_of_sight(func, (args, kwargs), result)
         return result

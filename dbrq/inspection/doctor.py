@@ -19,6 +19,7 @@ from tabulate import tabulate
 from torch import nn
 
 from .. import selfcheck
+from .._torch import cpp_compiler
 from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError, is_bug
 from ..hidden_state import state_of
@@ -188,9 +189,7 @@ def _compiler() -> dict[str, Any]:
         check_compiler()
     except CompilerError as error:
         return {"found": False, "path": None, "problem": str(error.got)}
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return {"found": True, "path": shutil.which(get_cpp_compiler()) or get_cpp_compiler(), "problem": ""}
+    return {"found": True, "path": shutil.which(cpp_compiler()) or cpp_compiler(), "problem": ""}
 
 
 def _kernels() -> dict[str, Any]:

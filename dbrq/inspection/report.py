@@ -14,6 +14,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from .._torch import without_function_modes
 from ..auto_trace import logging_values
 from ..calibration.recorder import watch
 from ..calibration.surgery import uncompiled
@@ -247,7 +248,7 @@ def _logged(
     def keep(op: SeenOp, output: Any) -> None:
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if op.hooked and first is not None and first.is_floating_point():
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 values[op.path] = (op.op, plain(first).detach().clone())
 
     with torch.no_grad():

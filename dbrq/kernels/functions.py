@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _torch
 from ..errors import KernelInputError
 from . import padding
 from .choice import is_matmul_right, is_max_pool_right
@@ -59,7 +60,7 @@ def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
     out = torch.empty(left.shape[0], m, n, dtype=torch.int32)
     if out.numel() and is_matmul_right(m, k, n):
         for i in range(left.shape[0]):
-            torch._int_mm(left[i], right[i], out=out[i])
+            _torch.int_mm(left[i], right[i], out=out[i])
     else:
         out.copy_(torch.bmm(left.to(torch.float32), right.to(torch.float32)))
     za, zb = qa.zero_point, qb.zero_point - 128

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch import packed_layout
 from ..errors import KernelInputError
 from .known_faults import lies_in_padding, plain_dilation
 from .padding import enlarged
@@ -165,7 +166,7 @@ class StockConv:
             packed = torch.ops.onednn.qconv_prepack(
                 self.weight, self.scale, 1.0, 0, self.stride, padding, self.dilation, self.groups, list(shape)
             )
-            layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+            layout = packed_layout(packed)
             packed = self._layouts.setdefault(layout, packed)
             if len(self._packed) > 256:
                 self._packed.clear()

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import _torch
+from .._torch import without_dispatch_modes, without_function_modes
 from ..selfcheck import Guarded, integers
 from . import script
 from .formulations import Call, Way, is_stock, stand_in
@@ -40,8 +41,8 @@ _EXACT, _NEARLY = 1e-5, 5e-3
 def _quietly() -> Iterator[None]:
     """Nothing of what the user's code has switched on."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(without_function_modes())
+        stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
@@ -286,7 +287,7 @@ def matmul(m: int, k: int, n: int) -> str:
         b = _numbers((k, n), -128, 127, torch.int8, _WEIGHTS)
         zone = Guarded(4 * m * n)
         got = zone.bytes.view(torch.int32).reshape(m, n)
-        torch._int_mm(a, b, out=got)
+        _torch.int_mm(a, b, out=got)
         if not zone.intact:
             return "it wrote beside its result"
         (places,) = _places((m,), k * n)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from .. import selfcheck
+from .._torch import codegen_of
 from ..errors import ERRORS_OF_CODE, MismatchError, is_bug
 from ..graph.agreement import Reference
 from ..graph.difference import Difference
@@ -196,5 +197,5 @@ def _cut(module: fx.GraphModule, name: str) -> fx.GraphModule:
 
 def returned_of(graph: fx.GraphModule) -> Any:
     """What makes the user's containers of what a graph returns; None if it returns them."""
-    codegen = graph.graph._codegen
+    codegen = codegen_of(graph.graph)
     return codegen.returned if isinstance(codegen, RestoringCodeGen) else None

@@ -17,6 +17,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, fx
 
+from .._torch import is_erased
 from ..errors import RewriteError
 from ..graph.located import at
 from ..graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
@@ -185,7 +186,7 @@ class Lowering:
         for rewrite in rewrites:
             for node in list(self.graph.nodes):
                 at(node)
-                if node._erased or (nodes := rewrite.match(node)) is None:
+                if is_erased(node) or (nodes := rewrite.match(node)) is None:
                     continue
                 head = nodes[0]
                 reason = rewrite.guard(self, nodes) or self.disturbed(nodes)
@@ -260,7 +261,7 @@ class Lowering:
         self.erase(old)
 
     def erase(self, node: fx.Node) -> None:
-        if node.users or node._erased or node.op in ("placeholder", "output"):
+        if node.users or is_erased(node) or node.op in ("placeholder", "output"):
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)

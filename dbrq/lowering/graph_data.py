@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import _get_qualified_name
 
+from .._torch import qualified_name
 from ..graph.nodes import walk
 from ..op_facts import Facts
 
@@ -63,7 +63,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _name(function: Any) -> str:
-    return _get_qualified_name(function).replace("_operator.", "operator.")
+    return qualified_name(function).replace("_operator.", "operator.")
 
 
 def _function(name: str) -> Callable:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map_only
 
+from .._torch import flush_plans, pytree
 from .engine import Lowering
 
 #: SQNR in dB that a right CPU reaches at least; 10 dB less than here where lowering itself is farther from the graph.
@@ -55,7 +55,7 @@ def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     run = fx.Interpreter(graph)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = run.run(*copy.deepcopy(tuple(inputs)), enable_io_processing=False)
-        outputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), outputs)
+        outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), outputs)
         for name, tensor in graph.state_dict().items():
             tensor.copy_(kept[name])
     return outputs
@@ -105,7 +105,7 @@ class SelfTest:
         # Without a plan of its own, which would take as long as that of the model and as much memory.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.jit.optimized_execution(False):
             once, again = (scripted.self_test_sqnr() for _ in range(2))
-        scripted.self_test_sqnr._debug_flush_compilation_cache()
+        flush_plans(scripted.self_test_sqnr)
         near = min(once, again)
         if once != again and near < _LEAST + _SLACK:  # drawn at random
             scripted.self_test_shapes_only = True

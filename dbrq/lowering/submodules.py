@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import op_facts
+from .._torch import codegen_of, without_function_modes
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
 from ..calibration.session import QuantizedModelToken
 from ..calibration.surgery import copied
@@ -75,7 +76,7 @@ class Lowered:
                 return NOT_RUN
             if any(m is not None and call.tag_of(t) != m for t, m in zip(tensors, makers, strict=True)):
                 return NOT_RUN
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             taken = [self._taken(name, x) for name, x in zip(self.names, args, strict=False)]
             taken += tree_map(plain, list(args[len(self.names) :]))
             options = {name: self._taken(name, x) for name, x in kwargs.items()}
@@ -215,7 +216,7 @@ class _Parts:
             if any(map(op_facts.writes, recording.graph.graph.nodes)):
                 return "it writes to what it is given, or to its own buffers"
             reads, writes = _int8_borders(recording, self._int8_makers, tags)
-            codegen = recording.graph.graph._codegen
+            codegen = codegen_of(recording.graph.graph)
             lowered = self.lower_graph(recording, module)
         except MismatchError:
             raise
@@ -351,7 +352,7 @@ class _Collecting(RunCall):
 
     def _module(self, intercepted: InterceptedForward, state: Any, args: tuple, kwargs: dict) -> Any:
         if self.frame is not None:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 self.held[state.path, self.counts.get(id(state), 0)] = tree_map(
                     lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
                 )

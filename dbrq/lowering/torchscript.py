@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .._torch import assert_
 from ..errors import RewriteError
 from ..kernels import NO_POST_OP, SUPPORTED_POST_OPS, PostOp, QParams, choice, ints, script
 from ..kernels.script.recurrent import Recurrent, RecurrentCell
@@ -331,7 +332,7 @@ def keep_draws(lowering: Lowering) -> None:
             with lowering.graph.inserting_after(count):
                 drawn = lowering.graph.call_function(operator.ge, (count, 0))
             with lowering.graph.inserting_after(drawn):
-                check = lowering.graph.call_function(torch._assert, (drawn, "dbrq: random numbers were drawn"))
+                check = lowering.graph.call_function(assert_, (drawn, "dbrq: random numbers were drawn"))
             for new in (count, drawn, check):
                 new.meta.update({key: node.meta[key] for key in ("path", "op", "site") if key in node.meta})
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import without_function_modes
 from ..errors import QuantizationError
 from ..mappings import function_name
 from ..op_facts import may_be_random, mutates
@@ -103,7 +104,7 @@ class Computed:
 
         call = id(self.args)  # the results of one call share its arguments
         if call not in known:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 known[call] = self.function(*_mapped(plain, self.args), **_mapped(plain, self.kwargs))
         return known[call] if self.index is None else known[call][self.index]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.export import Dim
 
+from ... import _torch
+from ..._torch import ASSERT_METADATA, pytree
 from ...errors import CompilerError
 from ...quiet import quiet
 from .forms import Used
@@ -21,12 +22,9 @@ from .forms import Used
 
 def check_compiler() -> None:
     """Raise if there is no C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
     try:
-        get_cpp_compiler()
-    except (InvalidCxxCompiler, OSError) as error:
+        _torch.cpp_compiler()
+    except (_torch.no_cpp_compiler(), OSError) as error:
         raise CompilerError(
             "the inductor backend needs a C++ compiler, and there is none", expected="g++ or clang++, or CXX set",
             got=str(error).strip().splitlines()[0],
@@ -37,9 +35,7 @@ def check_compiler() -> None:
 @contextlib.contextmanager
 def compiling_alone() -> Iterator[None]:
     """One compilation at a time, the user's own with ``torch.compile`` included: the lock is torch's."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    with compile_lock:
+    with _torch.compile_lock():
         yield
 
 
@@ -48,14 +44,11 @@ def inductor_settings(cpp_wrapper: bool) -> Iterator[None]:
     """Inductor's, while it compiles, on this thread alone, as all of its settings are: weights are constants, which its
     int8 passes ask for.
     """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
-    passes = (*get_custom_graph_passes(config.joint_custom_post_pass), _double)
+    passes = (*_torch.inductor_late_passes(), _double)
     settings = {
         "freezing": True, "cpp_wrapper": cpp_wrapper, "fallback_random": True, "joint_custom_post_pass": passes,
     }  # fmt: skip
-    with torch.no_grad(), quiet(), config.patch(settings):
+    with torch.no_grad(), quiet(), _torch.inductor_settings(settings):
         yield
 
 
@@ -98,7 +91,7 @@ def dynamic_shapes(
 
 def narrow(graph: fx.Graph) -> None:
     """Let dtypes be others than in the program, but for those of outputs."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+    for node in graph.find_nodes(op="call_function", target=ASSERT_METADATA):
         graph.erase_node(node)
     output = graph.output_node()
     for node in output.all_input_nodes:
@@ -131,9 +124,7 @@ def take_used(graph: fx.Graph) -> tuple[Used, list[Any]]:
 
 def guards_of(examples: Sequence[Any], used: Used) -> Callable[[Sequence[Any]], bool]:
     """What compiling assumed of sizes, as a function of the inputs."""
-    from torch._guards import detect_fake_mode
-
-    mode = detect_fake_mode(examples)
+    mode = _torch.detect_fake_mode(examples)
     shapes = None if mode is None else mode.shape_env
     code = None if shapes is None else shapes.produce_guards_expression(examples)
     if code is None or shapes is None:

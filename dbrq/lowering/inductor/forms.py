@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..._torch import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ...errors import KernelInputError
 
 

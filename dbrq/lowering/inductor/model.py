@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
+from ..._torch import compile_graph, innermost_function, pytree
 from ...errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
-from ...exporting.program import CHECKS, ERRORS_OF_TRACING, plain_containers, program_of
+from ...exporting.program import CHECKS, errors_of_tracing, plain_containers, program_of
 from ...graph.nodes import function_of
 from ...graph.signature import check_absent, check_input
 from ...graph.writer import ONE_PATH
@@ -139,13 +139,13 @@ class InductorModel(LoweredModel):
                 return self._compiled(key, args, flat, free)
             except FixedSizes as error:
                 log.info("compiled for these sizes only: %s", error)
-            except ERRORS_OF_TRACING as error:
+            except errors_of_tracing() as error:
                 if is_bug(error):
                     raise
                 failure = error
         try:
             form = self._compiled(key, args, flat, frozenset())
-        except ERRORS_OF_TRACING as error:
+        except errors_of_tracing() as error:
             if isinstance(error, QuantizationError) or is_bug(error):
                 raise
             if ONE_PATH in str(error):
@@ -190,20 +190,11 @@ class InductorModel(LoweredModel):
 
     def _through_inductor(self, module: fx.GraphModule, examples: list[Any]) -> tuple[Any, str]:
         """What calls the code that Inductor makes of a graph, and that code."""
-        from torch._dynamo.eval_frame import innermost_fn
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
         codes: list[str] = []
-
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            result: Any = compile_fx_inner(*args, **kwargs)
-            codes.append(result.source_code)
-            return result
-
         with inductor_settings(self.cpp_wrapper), self._narrowing():
-            run: Any = compile_fx(module, examples, inner_compile=compiled)
+            run = compile_graph(module, examples, lambda result: codes.append(result.source_code))
         # Without what keeps TorchDynamo out: while another thread exports, it writes to a dict that both threads share.
-        return innermost_fn(run), "\n".join(codes)
+        return innermost_function(run), "\n".join(codes)
 
     def _narrowing(self) -> contextlib.AbstractContextManager:
         """Where the float parts become bfloat16, Inductor's passes expect autocast's casts."""

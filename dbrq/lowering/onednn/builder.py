@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch import storage_id
 from ...errors import KernelInputError, OneDNNError
 from ...graph.nodes import leaves, walk
 from ...kernels import QParams
@@ -328,7 +329,7 @@ class Builder:
         storage = tensor.untyped_storage()
         for value in values:
             held = value.buffer.tensor
-            if held is not None and held.untyped_storage()._cdata == storage._cdata:
+            if held is not None and storage_id(held.untyped_storage()) == storage_id(storage):
                 if value.dtype is not tensor.dtype and value.buffer.kind not in FIXED:
                     return None
                 offset = tensor.data_ptr() - held.data_ptr() if tensor.numel() else 0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..._torch import assert_, storage_id
 from ...calibration.recorder import random_state_kept
 from ...errors import OneDNNError
 from ...graph.located import at
@@ -392,7 +393,7 @@ def _sharing(values: Sequence[Any]) -> tuple:
     if len(tensors) < 2:
         return ()
     first: dict[int, int] = {}
-    owners = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
+    owners = [first.setdefault(storage_id(t.untyped_storage()), i) for i, t in enumerate(tensors)]
     if len(first) == len(tensors):
         return ()
     return tuple((i, t.data_ptr() - tensors[i].data_ptr()) for i, t in zip(owners, tensors, strict=True))
@@ -401,7 +402,7 @@ def _sharing(values: Sequence[Any]) -> tuple:
 def _is_arithmetic(node: fx.Node) -> bool:
     return node.op == "call_function" and (
         getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
-        or node.target in (torch._assert, len, int, float, bool, operator.getitem)
+        or node.target in (assert_, len, int, float, bool, operator.getitem)
     )
 
 

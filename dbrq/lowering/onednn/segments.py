@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..._torch import assert_
 from ...graph.nodes import leaves
 from ...op_facts import Watching, facts_of, is_random, writes
 
@@ -31,7 +32,7 @@ def segments_of(graph: fx.Graph, dynamic: frozenset[str]) -> list[Segment | fx.N
     for node in nodes:
         before = [level[n] + (n.name in dynamic) for n in node.all_input_nodes if n in level]
         level[node] = max([lowest, *before])
-        if ordered or node.target is torch._assert:  # what was decided holds before anything behind it runs
+        if ordered or node.target is assert_:  # what was decided holds before anything behind it runs
             lowest = level[node] + (node.name in dynamic)
     parts: list[Segment | fx.Node] = []
     for number in range(max(level.values(), default=0) + 1):
