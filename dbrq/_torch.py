@@ -7,7 +7,9 @@ fails there first. What functions import here would import torch's compiler.
 
 from __future__ import annotations
 
+import importlib
 import operator
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -131,6 +133,18 @@ flush_plans: Callable[[Any], None] = operator.methodcaller("_debug_flush_compila
 
 # torch.compile and torch.export
 
+#: What logs the sizes that torch.export cannot keep free.
+EXPORT_LOGGERS = ("torch._export", "torch.fx.experimental.symbolic_shapes")
+_loading = threading.Lock()
+
+
+def load_compiler() -> None:
+    """Import torch's compiler: on one thread at a time, since its imports go in circles in which two could meet, and
+    before its loggers are asked for quiet.
+    """
+    with _loading:
+        importlib.import_module("torch._dynamo")
+
 
 def is_compiling_flag() -> Any:
     """What ``torch.compiler.is_compiling`` returns, where TorchDynamo does not run."""
@@ -152,15 +166,9 @@ def skip_when_compiling(function: Callable, reason: str) -> None:
     function.__dict__["_torchdynamo_disable_msg"] = reason
 
 
-def user_error() -> type[Exception]:
-    """What torch.export raises of sizes that it was told are free, and that cannot be."""
-    from torch._dynamo.exc import UserError
-
-    return UserError
-
-
 def compile_lock() -> AbstractContextManager[Any]:
     """The lock that ``torch.compile`` holds while it compiles."""
+    load_compiler()
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
@@ -168,6 +176,7 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 def innermost_function(function: Any) -> Any:
     """A compiled function without what keeps TorchDynamo out of it."""
+    load_compiler()
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(function)
@@ -175,6 +184,7 @@ def innermost_function(function: Any) -> Any:
 
 def cpp_compiler() -> str:
     """The C++ compiler that Inductor calls; raises ``no_cpp_compiler()`` or OSError if there is none."""
+    load_compiler()
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
@@ -182,6 +192,7 @@ def cpp_compiler() -> str:
 
 def no_cpp_compiler() -> type[Exception]:
     """What Inductor raises where there is no C++ compiler."""
+    load_compiler()
     from torch._inductor.exc import InvalidCxxCompiler
 
     return InvalidCxxCompiler
@@ -189,6 +200,7 @@ def no_cpp_compiler() -> type[Exception]:
 
 def inductor_settings(settings: dict[str, Any]) -> AbstractContextManager[Any]:
     """Inductor's settings, for a while and on this thread."""
+    load_compiler()
     from torch._inductor import config
 
     return config.patch(settings)
@@ -196,6 +208,7 @@ def inductor_settings(settings: dict[str, Any]) -> AbstractContextManager[Any]:
 
 def inductor_late_passes() -> tuple[Any, ...]:
     """The passes that Inductor runs on joint graphs, after its own."""
+    load_compiler()
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
@@ -204,6 +217,7 @@ def inductor_late_passes() -> tuple[Any, ...]:
 
 def compile_graph(module: fx.GraphModule, examples: list[Any], compiled: Callable[[Any], None]) -> Any:
     """What calls the code that Inductor makes of a graph; ``compiled`` is given each result, which has that code."""
+    load_compiler()
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(*args: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .._torch import pytree
-from ..errors import ConfigurationError, ExportError, is_bug
+from ..errors import ERRORS_OF_CODE, ConfigurationError, ExportError, is_bug
 from ..quiet import quiet
-from .program import errors_of_tracing, exported
+from .program import exported
 
 #: The opset of what torch translates ops to; ONNX Runtime and OpenVINO have taken it for years.
 OPSET = 20
@@ -114,7 +114,7 @@ def _translated(program: ExportedProgram, translations: dict, opset_version: int
         with torch.no_grad(), quiet(loggers=("torch.onnx", "onnxscript", "onnx_ir")):
             onnx_program = torch.onnx.export(program, dynamo=True, custom_translation_table=translations,
                                              opset_version=opset_version, verbose=False)  # fmt: skip
-    except errors_of_tracing() as error:
+    except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise
         cause: BaseException = error

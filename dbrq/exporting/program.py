@@ -19,7 +19,16 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .._torch import ASSERT_SCALAR, assert_, check_traced, codegen_of, pytree, shape_settings, user_error
+from .._torch import (
+    ASSERT_SCALAR,
+    EXPORT_LOGGERS,
+    assert_,
+    check_traced,
+    codegen_of,
+    load_compiler,
+    pytree,
+    shape_settings,
+)
 from ..calibration.recorder import random_state_kept
 from ..errors import ERRORS_OF_CODE, RewriteError, is_bug
 from ..graph.nodes import DEQUANTIZE_PER_CHANNEL
@@ -33,13 +42,6 @@ log = logging.getLogger("dbrq.lowering")
 
 #: Where a program's ``graph_module.meta`` has what it checks, as torch's symbols say it -> as its message says it.
 CHECKS = "dbrq_checks"
-
-
-def errors_of_tracing() -> tuple[type[Exception], ...]:
-    """What torch raises where it cannot export a graph: its errors of sizes that depend on values derive from
-    RuntimeError, those of sizes that it was told are free from its own UserError, which is an Exception.
-    """
-    return (*ERRORS_OF_CODE, user_error())
 
 
 def export(
@@ -91,7 +93,7 @@ def exported(
     try:
         with random_state_kept():
             return program_of(graph, positional, named, dynamic_shapes), recording
-    except errors_of_tracing() as error:
+    except ERRORS_OF_CODE as error:
         if is_bug(error):
             raise
         raise RewriteError(
@@ -109,6 +111,7 @@ def program_of(
         args, kwargs: the example's values for its placeholders, in plain containers.
         dynamic_shapes: as in ``torch.export.export``; None for as free as can be.
     """
+    load_compiler()
     _make_symbolic(graph.graph)
     _dequantize_for_each(graph)
     graph.recompile()
@@ -125,7 +128,7 @@ def program_of(
                 tried = copy.deepcopy(program.module())  # which may write to its buffers
                 tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
                 return program
-        except errors_of_tracing() as error:  # torch's, of sizes that it cannot keep free
+        except ERRORS_OF_CODE as error:  # torch's, of sizes that it cannot keep free
             if is_bug(error):
                 raise
             log.info("exported with fewer free sizes, since torch fails where they are free: %s", error)
@@ -169,7 +172,7 @@ def _plain(value: Any) -> Any:
 
 def _exported(graph: fx.GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     # torch.export logs each size that it cannot keep free.
-    with torch.no_grad(), quiet(loggers=("torch._export", "torch.fx.experimental.symbolic_shapes")):
+    with torch.no_grad(), quiet(loggers=EXPORT_LOGGERS):
         before = _checks.set({})
         try:
             program = torch.export.export(_Exportable(graph), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)

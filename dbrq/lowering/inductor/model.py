@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from ..._torch import compile_graph, innermost_function, pytree
-from ...errors import CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
-from ...exporting.program import CHECKS, errors_of_tracing, plain_containers, program_of
+from ...errors import ERRORS_OF_CODE, CompilerError, DeviationError, KernelInputError, QuantizationError, is_bug
+from ...exporting.program import CHECKS, plain_containers, program_of
 from ...graph.nodes import function_of
 from ...graph.signature import check_absent, check_input
 from ...graph.writer import ONE_PATH
@@ -139,13 +139,13 @@ class InductorModel(LoweredModel):
                 return self._compiled(key, args, flat, free)
             except FixedSizes as error:
                 log.info("compiled for these sizes only: %s", error)
-            except errors_of_tracing() as error:
+            except ERRORS_OF_CODE as error:
                 if is_bug(error):
                     raise
                 failure = error
         try:
             form = self._compiled(key, args, flat, frozenset())
-        except errors_of_tracing() as error:
+        except ERRORS_OF_CODE as error:
             if isinstance(error, QuantizationError) or is_bug(error):
                 raise
             if ONE_PATH in str(error):
