@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._torch import count_dispatch_modes, current_function_mode, without_current_function_mode, without_function_modes
-from .eager import views
+from .eager import outside, views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
 from .eager.path import Frame
 from .errors import ConfigurationError
 from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
-from .op_facts import mutates, reads_values
+from .op_facts import is_pure, mutates, reads_values
 from .pytree import tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
@@ -386,7 +386,10 @@ class RunCall(TorchFunctionMode):
             if moved is not None:
                 return moved
         tag = self.tag_of(subject)
-        output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        if isinstance(subject, Int8Tensor):
+            output = outside.call(func, args, kwargs, self.provenance)
+        else:
+            output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         if tag is not None:
             for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
                 if type(leaf) is Tensor and leaf is not subject:
@@ -397,10 +400,12 @@ class RunCall(TorchFunctionMode):
 
     def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if not reads_values(func):
+            if func.__name__ in outside.HANDS_OUT and isinstance(args[0], Int8Tensor):
+                return outside.call(func, args, kwargs, self.provenance)
             return func(*args, **kwargs)
-        if mutates(func) or kwargs.get("out") is not None:
+        written = kwargs.get("out")
+        if (mutates(func) and args) or isinstance(written, Tensor):
             output = self.run_float(func, args, kwargs, mutates(func))
-            written = kwargs.get("out")
             if written is None and args:
                 written = args[0]
             if type(written) is Tensor:
@@ -409,11 +414,14 @@ class RunCall(TorchFunctionMode):
                 written.tag = function_name(func)
             return output
         given = args
-        if any(isinstance(a, (Lazy, list, tuple)) for a in args):
-            args = tree_map(plain, args)
-        if kwargs:
-            kwargs = tree_map(plain, kwargs)
-        output = func(*args, **kwargs)
+        if written is not None or not is_pure(func):
+            output = outside.call(func, args, kwargs, self.provenance)
+        else:
+            if any(isinstance(a, (Lazy, list, tuple)) for a in args):
+                args = tree_map(plain, args)
+            if kwargs:
+                kwargs = tree_map(plain, kwargs)
+            output = func(*args, **kwargs)
         if type(output) is Tensor:
             self._tag_new(func, output, given)
         elif isinstance(output, (tuple, list)):
@@ -459,6 +467,8 @@ class RunCall(TorchFunctionMode):
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``."""
         if type(value) is Int8Tensor:
+            if value.is_changed():
+                return UNSURE
             return value.tag if value.deferred is None else value.deferred.tag(value.stage)
         return self.provenance.tag(value)
 

@@ -434,6 +434,16 @@ READS_NUMBER = frozenset(
 )
 
 
+#: What ``forward`` of torch's own layers leaves to other methods.
+_CALLED_BY_FORWARD = ("_conv_forward", "_output_padding")
+
+
+def _is_overridden(module: nn.Module, name: str) -> bool:
+    """Whether a class or an instance of the user's has a method of its own in place of torch's."""
+    method = getattr(type(module), name, None)
+    return method is not None and (name in module.__dict__ or not method.__module__.startswith("torch.nn.modules"))
+
+
 def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
     """The row of a module that is one op of the table; None for others and for subclasses with a ``forward`` of their
     own.
@@ -443,6 +453,8 @@ def leaf_row(module: nn.Module) -> tuple[OpRow, tuple[str, ...]] | None:
     """
     found = LEAVES.get(type(module).forward)
     if found is None or "forward" in module.__dict__:  # the user may have given the instance another forward
+        return None
+    if any(_is_overridden(module, name) for name in _CALLED_BY_FORWARD):
         return None
     if isinstance(module, nn.ReLU6):  # inherits Hardtanh's forward and attributes
         return _BY_NAME["hardtanh"], ("min_val", "max_val", "inplace")

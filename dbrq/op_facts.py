@@ -10,6 +10,7 @@ functions that torch has no schema for.
 import functools
 import operator
 import re
+import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,20 @@ def mutates(function: Callable) -> bool:
     if found:
         return all(args[0].alias_info is not None and args[0].alias_info.is_write for args in found)
     return name.endswith("_") and not name.startswith("__")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_pure(function: Callable) -> bool:
+    """Whether torch's schemas say that ``function`` writes to nothing and returns nothing that it was given. Of functions
+    in Python (``inplace=True``) they do not.
+
+    >>> is_pure(torch.add), is_pure(torch.Tensor.view), is_pure(torch.nn.functional.threshold)
+    (True, False, False)
+    """
+    if isinstance(function, types.FunctionType):
+        return False
+    arguments = [a for op in _overloads(function) for a in schema_of(op).arguments if a.name != "out"]
+    return bool(arguments) and all(a.alias_info is None for a in arguments)
 
 
 # Watching what runs

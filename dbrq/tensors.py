@@ -47,7 +47,7 @@ class Provenance:
     def __init__(self) -> None:
         self._stamp = object()
         self._foreign: dict[int, tuple[weakref.ref, Tag]] = {}
-        self._int8: dict[int, tuple[_Keyed, QParams, Tensor]] = {}
+        self._int8: dict[int, tuple[_Keyed, QParams, Tensor, int]] = {}
 
     def tag(self, tensor: Tensor) -> Tag:
         """Who made ``tensor``; None for what came from outside of the call and was not given to it."""
@@ -86,11 +86,13 @@ class Provenance:
     def int8(self, tensor: Tensor, qparams: QParams) -> Tensor | None:
         """The elements of ``tensor`` as integers, if they were quantized with ``qparams`` already."""
         known = self._int8.get(id(tensor))
-        return known[2] if known is not None and known[1] == qparams and known[0]() is tensor else None
+        if known is None or known[1] != qparams or known[0]() is not tensor or known[3] != version_of(tensor):
+            return None
+        return known[2]
 
     def keep_int8(self, tensor: Tensor, qparams: QParams, q: Tensor) -> None:
         """Keep ``q`` for the next who reads ``tensor``, as long as that lives."""
-        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q)
+        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q, version_of(tensor))
 
     def _dropped(self, reference: _Keyed) -> None:
         known = self._int8.get(reference.key)
@@ -235,6 +237,7 @@ class Int8Tensor(Lazy):
     stage: int = 0
     alias: list[weakref.ref] | None = None
     _float: Tensor | None = None
+    _given: int | None = None  # version of the float elements when they were given away
 
     @staticmethod
     def __new__(
@@ -273,15 +276,29 @@ class Int8Tensor(Lazy):
             self.data_u8, self.qparams, self.tag, self._float = other.data_u8, other.qparams, other.tag, other._float
             self.deferred, self.stage = other.deferred, other.stage
         else:
-            self.data_u8 = self.qparams = self.deferred = None
+            self.data_u8 = self.qparams = self.deferred = self._given = None
             self._float = other
             self.tag = None if current.provenance is None else current.provenance.tag(other)
 
-    def view_as_moved(self, data_u8: Tensor) -> Int8Tensor:
-        """Other elements' order or choice of the same value, qparams unchanged."""
+    def give_away(self) -> None:
+        """Stay float, since somebody else may write to the float elements."""
+        value = self.float_value()
+        self.data_u8 = self.qparams = None
+        self._given = version_of(value)
+
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to the elements that were given away."""
+        return self._given is not None and self._float is not None and version_of(self._float) != self._given
+
+    def view_as_moved(self, data_u8: Tensor, shares: bool = False) -> Int8Tensor:
+        """Other elements' order or choice of the same value, qparams unchanged.
+
+        Args:
+            shares: a write to the result may be one to this value, wherever the integers lie.
+        """
         moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag)
         assert self.data_u8 is not None
-        if storage_id(data_u8.untyped_storage()) == storage_id(self.data_u8.untyped_storage()):
+        if shares or storage_id(data_u8.untyped_storage()) == storage_id(self.data_u8.untyped_storage()):
             if self.alias is None:
                 self.alias = [weakref.ref(self)]
             self.alias.append(weakref.ref(moved))

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from .._torch import reversed_padding, without_function_modes
 from ..auto_trace import InterceptedForward, active, hook_log, look
-from ..eager.arguments import activations, bind_leaf, constant, specified
+from ..eager.arguments import activations, bind_leaf, constant, settings, specified
 from ..eager.decompositions import decomposed
 from ..errors import ConfigurationError
 from ..macs import Multiplied
@@ -39,7 +39,7 @@ from ..mappings import (
     is_torch_leaf,
     leaf_row,
 )
-from ..op_facts import mutates, reads_values
+from ..op_facts import is_pure, mutates, reads_values
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
@@ -53,7 +53,7 @@ from ..record.record import (
     TensorInfo,
     Value,
 )
-from ..tensors import unmarked
+from ..tensors import unmarked, version_of
 from .surgery import as_forward_sees, bake, copied, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
@@ -307,6 +307,8 @@ class Watch(Values, TorchFunctionMode):
         inplace = spelling is not None and spelling.inplace
         if started.hooked:
             self._log("%s::%s.__torch_function__ start", row.name)
+        looked_at = [] if is_pure(func) else [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        before = [version_of(t) for t in looked_at]
         stashed, output = self._run(started, row, bound, lambda: func(*args, **kwargs), inplace)
         if started.hooked:
             self._log("%s::%s.__torch_function__ end", row.name)
@@ -317,6 +319,8 @@ class Watch(Values, TorchFunctionMode):
         written = kwargs.get("out")
         if written is None and args and mutates(func):
             written = args[0]
+        if written is None and not (bound and asks_inplace(row, bound)):
+            written = next((t for t, v in zip(looked_at, before, strict=True) if version_of(t) != v), None)
         seen = self._see(started, row, name, _spelled(func), args, kwargs, output, bound, self.leaf, written)
         self._keep(seen, stashed)
         if not seen.inplace and written is None:
@@ -367,7 +371,7 @@ class Watch(Values, TorchFunctionMode):
         )
         weight = None
         if row.takes_weight and not is_module and (ref := self._weight(row, bound[1], frame.path)) is not None:
-            weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])))
+            weight = (ref.key, ref.geometry, tuple(map(constant, bound[3:7])), self._bias(bound[2]))
         whole = module if module is not None and (is_module or module.opaque) else None
         place = Place(op, site(), None if whole is None else whole.path, weight)
         nth = frame.counts[place, hooked]  # a converted model counts hooked ops only
@@ -377,6 +381,11 @@ class Watch(Values, TorchFunctionMode):
             moved = tuple(self.joined.get(i.id) for i in inputs) if row.role is Role.PASS else None
             started.known = self.observing.union.find(frame.path, frame.number, place, nth, hooked, moved)
         return started
+
+    def _bias(self, bias: Any) -> Any:
+        """Which parameter a bias is; a name for one that forward computes, None where there is none."""
+        ref = self._parameter(bias)
+        return (ref.key, ref.geometry) if ref is not None else "computed" if isinstance(bias, Tensor) else None
 
     def _infos(self, tree: Any) -> tuple[TensorInfo, ...]:
         return tuple(self._value(leaf).info for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
@@ -473,7 +482,7 @@ class Watch(Values, TorchFunctionMode):
 
     def _describe(self, seen: SeenOp, row: OpRow, bound: Sequence[Any], module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""
-        seen.constants = tuple(constant(b) for b in bound)
+        seen.constants = settings(row, bound)
         seen.activations = tuple(
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )
@@ -483,6 +492,8 @@ class Watch(Values, TorchFunctionMode):
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
             elif seen.weight.computed:
                 self._keep_computed(seen, bound[1])
+            elif module is not None and seen.is_module and self._is_replaced(module.path, bound[1:3]):
+                seen.weight, seen.weight_problem = None, "forward replaces its parameters"
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
                 seen.bias_computed = seen.bias is None

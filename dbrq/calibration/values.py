@@ -62,6 +62,7 @@ class Values:
         self._computed: dict[tuple[str, str], Tensor] = {}
         self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
         self._parameters = self._find_parameters()
+        self._first = {(path, name): p for path, module in modules.items() for name, p in module._parameters.items()}
         self._before = {key: _identity(self._registered(key)) for key in self._parameters.values()}
 
     def _lookup(self, tensor: Tensor) -> int | None:
@@ -197,6 +198,13 @@ class Values:
             if name in held and held[name] is not None:
                 return held[name]
         return self._computed.get(key)
+
+    def _is_replaced(self, path: str, parameters: Sequence[Any]) -> bool:
+        """Whether a module has other parameters than when the run began: forward, or a functional call, set them."""
+        held = dict(zip(("weight", "bias"), parameters, strict=False))
+        return any(
+            (path, name) in self._first and self._first[path, name] is not tensor for name, tensor in held.items()
+        )
 
     # Weights computed from parameters alone
 

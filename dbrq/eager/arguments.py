@@ -67,6 +67,13 @@ def specified(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     return specified if plain else None
 
 
+def settings(row: OpRow, bound: Sequence[Any]) -> tuple:
+    """A call's arguments as the record keeps them: constants; "a tensor" for a bound of a function that is one."""
+    if row.role is not Role.ACTIVATION:
+        return tuple(map(constant, bound))
+    return tuple("a tensor" if i and isinstance(b, Tensor) else constant(b) for i, b in enumerate(bound))
+
+
 def constant(value: Any) -> Any:
     """An argument as the record keeps it: plain values, None for tensors and anything else."""
     if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:

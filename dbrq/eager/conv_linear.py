@@ -18,7 +18,7 @@ from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
 from ..tensors import UNSURE, Int8Tensor, plain, row_major, set_tag
-from .arguments import activations, constant
+from .arguments import activations, constant, settings
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
 from .weights import (
@@ -80,14 +80,22 @@ class ComputePlan(Plan):
         settings = tuple(map(constant, bound[3:7]))
         if settings != self.op.constants[3:7]:
             return False
+        if not self._is_bias(bound[2]):
+            return False
         if not self.weight.ref.computed:
             return is_weight(bound[1], self.weight.ref, self.modules)
         with without_function_modes():
             int8, scale = self.weight.int8(self.modules), self.weight.scale(self.modules)
             return rounds_to(bound[1], int8, scale, *self._levels)
 
+    def _is_bias(self, bias: Any) -> bool:
+        """Whether a bias is the one that was recorded; any tensor is, where forward computes it."""
+        if self.op.bias_computed or self.op.bias is None:
+            return isinstance(bias, Tensor) == self.op.bias_computed
+        return is_weight(bias, self.op.bias, self.modules)
+
     def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
-        if type(x) is Int8Tensor and x.data_u8 is not None:
+        if type(x) is Int8Tensor and x.data_u8 is not None and self.keeps_settings(leaf):
             shape = self._usual.get(x.size_)
             if shape is not None and x.tag in self._tags:
                 if self.steps:
@@ -97,6 +105,8 @@ class ComputePlan(Plan):
         return self.module(call, leaf, (x,), {})
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
+        if not self.keeps_settings(leaf):
+            return call.unrecorded_leaf(leaf, args, kwargs)
         if kwargs or self.op.bias_computed:
             return super().module(call, leaf, args, kwargs)
         with without_function_modes():
@@ -316,10 +326,13 @@ class FusedPlan(Plan):
         super().__init__(state, op)
         self.follows = op.decision.member_of
         self.adds = self.row.role is Role.ELEMENTWISE
+        self.modules = state.token.modules
 
     def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
         if not self._continues(x):
             return self.module(call, leaf, (x,), {})
+        if not self.keeps_settings(leaf):
+            return call.unrecorded_leaf(leaf, (x,), {})
         return self._continue(x, x.deferred, self.op.inplace)
 
     def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
@@ -367,10 +380,14 @@ class FusedPlan(Plan):
         return self.write(call, self.run_plain(bound))
 
     def _settings(self, bound: list[Any]) -> tuple:
-        """The arguments that change what an activation or add computes; those of a batch norm are tensors."""
+        """The arguments that change what an op computes; the recorded ones for tensors that are the same."""
         if self.row.role is Role.NORM:
-            return self.op.constants[1:]
-        return tuple(map(constant, bound[2 if self.adds else 1 :]))
+            same = all(
+                tensor is None if ref is None else is_weight(tensor, ref, self.modules)
+                for ref, tensor in zip(self.op.norm, bound[1:5], strict=True)
+            )
+            return (*self.op.constants[1:5], *map(constant, bound[5:])) if same else ("other statistics",)
+        return settings(self.row, bound)[2 if self.adds else 1 :]
 
     def _continues(self, x: Any) -> bool:
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""

@@ -20,7 +20,7 @@ from ..pytree import tree_leaves, tree_map
 from ..record.callsite import Spot
 from ..record.record import Read, SeenOp, Tag
 from ..tensors import UNSURE, Int8Tensor, plain, set_tag
-from .arguments import bind_leaf
+from .arguments import bind_leaf, constant
 from .float_reference import run_float
 from .interfaces import Leaf, Run, State
 
@@ -35,6 +35,10 @@ def _has_elements(x: Tensor) -> bool:
     return type(x) is Tensor or type(x).__torch_dispatch__ is _no_dispatch
 
 
+#: What of a batch norm converted models do not ask for: they stay as they were at conversion (docs/training.md).
+_NOT_SETTINGS = ("training",)
+
+
 class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
@@ -46,6 +50,7 @@ class Plan:
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
+        self._held: tuple[tuple[str, Any], ...] | None = None  # settings of a leaf module that are those recorded
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
         values = state.token.record.values
         self._slots = sorted(op.slots())
@@ -57,6 +62,29 @@ class Plan:
 
     def prove(self) -> None:
         """Try the kernel that the recorded run leads to (``selfcheck``), so that the first call need not."""
+
+    def keeps_settings(self, leaf: Leaf) -> bool:
+        """Whether a leaf module has the settings that it was recorded with."""
+        if self._held is None:
+            return self._has_settings(leaf)
+        held = leaf.module.__dict__
+        for name, value in self._held:
+            if held.get(name) is not value:
+                return self._has_settings(leaf)
+        return True
+
+    def _has_settings(self, leaf: Leaf) -> bool:
+        """The same, looked up: what is found to be right is known again by identity."""
+        module, recorded = leaf.module, dict(zip(leaf.attributes, self.op.constants[1:], strict=False))
+        names = [name for name in recorded if name in module.__dict__ and name not in _NOT_SETTINGS]
+        pads = self.op.pad[1] if self.op.pad is not None else "zeros"
+        if any(constant(getattr(module, name)) != recorded[name] for name in names):
+            return False
+        if self.row.ndim and getattr(module, "padding_mode", pads) != pads:
+            return False
+        names += [name for name in ("padding_mode",) if name in module.__dict__]
+        self._held = tuple((name, module.__dict__[name]) for name in names)
+        return True
 
     # Where values come from
 
@@ -126,10 +154,11 @@ class Plan:
 
     def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
-        if self.op.decision.precision == "float" or kwargs.get("out") is not None:
-            self._note_origins(call, spelling.bind(args, kwargs))
-            return self.float_result(call, call.run_float(func, args, kwargs, spelling.inplace))
         bound = spelling.bind(args, kwargs)
+        if self.op.decision.precision == "float" or kwargs.get("out") is not None:
+            self._note_origins(call, bound)
+            inplace = spelling.inplace or asks_inplace(spelling.row, bound)
+            return self.float_result(call, call.run_float(func, args, kwargs, inplace))
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(call, bound[0], self.run(call, bound), inplace)
 

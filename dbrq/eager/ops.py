@@ -148,6 +148,8 @@ class EmbeddingPlan(Plan):
             return self.write(call, self._rows(index))
         places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
         padding = bound[10]
+        if padding is not None and padding < 0:
+            padding += self.weight.shape[0]
         if padding is not None and (is_padding := index == padding).any():
             padding = int(is_padding.flatten().nonzero()[0])
             places = torch.where(is_padding, torch.full_like(places, padding), places)

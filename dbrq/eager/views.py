@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import pad_mode
 from ..mappings import DROPOUTS, FUNCTIONS, OpRow
+from ..op_facts import may_alias
 from ..pytree import tree_map
 from ..tensors import Int8Tensor, Int8Weight, Lazy
 
@@ -76,7 +77,8 @@ def _on_integers(func: Callable, row: OpRow, subject: Int8Tensor, args: tuple, k
     if kwargs.get("input") is not None:
         kwargs = {k: v for k, v in kwargs.items() if k != "input"}
     result = RESHAPED.get(row.name, func)(subject.data_u8, *rest, **kwargs)
-    return tree_map(lambda leaf: subject.view_as_moved(leaf) if isinstance(leaf, Tensor) else leaf, result)
+    shares = may_alias(func)  # even if what is channels_last inside had to be copied
+    return tree_map(lambda leaf: subject.view_as_moved(leaf, shares) if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _shape_donor(leaf: Any) -> Any:

@@ -68,8 +68,8 @@ class Place:
         op: name in the op table, or the function's.
         site: where it is written in the user's code.
         module: path of the leaf module that the op is, or of the one that is not looked into.
-        weight: which parameter a functional op reads as its weight, which part of it, and its stride, padding,
-            dilation and groups, for which that is packed.
+        weight: which parameter a functional op reads as its weight, which part of it, its stride, padding, dilation
+            and groups, for which that is packed, and its bias.
     """
 
     op: str
