@@ -32,8 +32,8 @@ from ._torch import count_dispatch_modes, current_function_mode, without_current
 from .eager import outside, views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
+from .eager.outside import look, shown
 from .eager.path import Frame
-from .errors import ConfigurationError
 from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import is_pure, mutates, reads_values
@@ -41,7 +41,7 @@ from .pytree import tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
 from .record.record import Record, Tag
-from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked, version_of
+from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
@@ -462,7 +462,7 @@ class RunCall(TorchFunctionMode):
     def look(self, hook: Callable, module: nn.Module, path: str, args: tuple) -> Any:
         """Call a hook that only looks; it sees float values."""
         with without_function_modes():
-            look(hook, module, path, tree_map(_shown, args))
+            look(hook, module, path, tree_map(shown, args))
 
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``."""
@@ -471,30 +471,6 @@ class RunCall(TorchFunctionMode):
                 return UNSURE
             return value.tag if value.deferred is None else value.deferred.tag(value.stage)
         return self.provenance.tag(value)
-
-
-def _shown(leaf: Any) -> Any:
-    """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
-    if isinstance(leaf, Int8Tensor) and leaf.deferred is not None:
-        leaf = leaf.deferred.value(leaf.stage)
-    elif isinstance(leaf, Lazy):
-        leaf = leaf.float_value()
-    return leaf.detach() if type(leaf) is Tensor else leaf
-
-
-def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
-    """Call a hook that the record does not know; its ops are none of the record's."""
-    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    before = [version_of(tensor) for tensor in given]
-    result = hook(module, *args)
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if before == [version_of(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
-        return
-    raise ConfigurationError(
-        "a hook that was registered after prepare changes values", path=path,
-        expected="a hook that only looks", got=getattr(hook, "__qualname__", type(hook).__name__),
-        hint="register it on the float model, before prepare, so that ranges are those of the changed values",
-    )  # fmt: skip
 
 
 def has_float(args: tuple, kwargs: dict) -> bool:

@@ -126,8 +126,9 @@ def mutates(function: Callable) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_pure(function: Callable) -> bool:
-    """Whether torch's schemas say that ``function`` writes to nothing and returns nothing that it was given. Of functions
-    in Python (``inplace=True``) they do not.
+    """Whether torch's schemas say that ``function`` writes to nothing and returns nothing that it was given.
+
+    Functions in Python have none, and may take ``inplace=True``.
 
     >>> is_pure(torch.add), is_pure(torch.Tensor.view), is_pure(torch.nn.functional.threshold)
     (True, False, False)

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from .._torch import reversed_padding, without_function_modes
-from ..auto_trace import InterceptedForward, active, hook_log, look
-from ..eager.arguments import activations, bind_leaf, constant, settings, specified
+from ..auto_trace import InterceptedForward, active, hook_log
+from ..eager.arguments import activations, bind_leaf, constant, settings, specified, spelled_name
 from ..eager.decompositions import decomposed
+from ..eager.outside import look
 from ..errors import ConfigurationError
 from ..macs import Multiplied
 from ..mappings import (
@@ -321,7 +322,7 @@ class Watch(Values, TorchFunctionMode):
             written = args[0]
         if written is None and not (bound and asks_inplace(row, bound)):
             written = next((t for t, v in zip(looked_at, before, strict=True) if version_of(t) != v), None)
-        seen = self._see(started, row, name, _spelled(func), args, kwargs, output, bound, self.leaf, written)
+        seen = self._see(started, row, name, spelled_name(func), args, kwargs, output, bound, self.leaf, written)
         self._keep(seen, stashed)
         if not seen.inplace and written is None:
             for tensor, how in computed(func, args, kwargs, output, self._source):
@@ -381,11 +382,6 @@ class Watch(Values, TorchFunctionMode):
             moved = tuple(self.joined.get(i.id) for i in inputs) if row.role is Role.PASS else None
             started.known = self.observing.union.find(frame.path, frame.number, place, nth, hooked, moved)
         return started
-
-    def _bias(self, bias: Any) -> Any:
-        """Which parameter a bias is; a name for one that forward computes, None where there is none."""
-        ref = self._parameter(bias)
-        return (ref.key, ref.geometry) if ref is not None else "computed" if isinstance(bias, Tensor) else None
 
     def _infos(self, tree: Any) -> tuple[TensorInfo, ...]:
         return tuple(self._value(leaf).info for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
@@ -502,8 +498,3 @@ class Watch(Values, TorchFunctionMode):
         leaf: Any = None if module is None else module.module
         if row.ndim and getattr(leaf, "padding_mode", "zeros") != "zeros":
             seen.pad = (tuple(reversed_padding(leaf)), leaf.padding_mode)
-
-
-def _spelled(func: Callable) -> str:
-    name = resolve_name(func)
-    return name or getattr(func, "__name__", str(func))

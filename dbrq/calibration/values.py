@@ -237,6 +237,11 @@ class Values:
             return None
         return how.ref(tensor.shape, owner)
 
+    def _bias(self, bias: Any) -> Any:
+        """Which parameter a bias is; a name for one that forward computes, None where there is none."""
+        ref = self._parameter(bias)
+        return (ref.key, ref.geometry) if ref is not None else "computed" if isinstance(bias, Tensor) else None
+
     def _keep_computed(self, seen: SeenOp, weight: Tensor) -> None:
         how, ref = self._source(weight), seen.weight
         assert isinstance(how, Computed) and ref is not None

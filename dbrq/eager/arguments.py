@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 
-from ..mappings import OpRow, Role
+from ..mappings import (
+    OpRow,
+    Role,
+)
 from ..pytree import tree_map
-from ..record.record import TensorSpec
+from ..record.record import (
+    TensorSpec,
+)
 from .interfaces import Leaf
 
 
@@ -81,3 +87,8 @@ def constant(value: Any) -> Any:
     if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
         return tuple(value)
     return None
+
+
+def spelled_name(func: Callable) -> str:
+    name = resolve_name(func)
+    return name or getattr(func, "__name__", str(func))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import ConfigurationError
 from ..mappings import function_name
 from ..op_facts import memory_of
 from ..pytree import tree_leaves, tree_map
@@ -41,3 +42,27 @@ def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> A
             if written:
                 provenance.set_tag_of_any(leaf, name)
     return output
+
+
+def shown(leaf: Any) -> Any:
+    """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
+    if isinstance(leaf, Int8Tensor) and leaf.deferred is not None:
+        leaf = leaf.deferred.value(leaf.stage)
+    elif isinstance(leaf, Lazy):
+        leaf = leaf.float_value()
+    return leaf.detach() if type(leaf) is Tensor else leaf
+
+
+def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
+    """Call a hook that the record does not know; its ops are none of the record's."""
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    before = [version_of(tensor) for tensor in given]
+    result = hook(module, *args)
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if before == [version_of(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
+        return
+    raise ConfigurationError(
+        "a hook that was registered after prepare changes values", path=path,
+        expected="a hook that only looks", got=getattr(hook, "__qualname__", type(hook).__name__),
+        hint="register it on the float model, before prepare, so that ranges are those of the changed values",
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._torch import storage_id
 from ..calibration.recorder import random_state_kept
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
@@ -130,3 +131,15 @@ def without_code(module: nn.Module) -> nn.Module:
     bare._buffers.update(module._buffers)
     bare._modules.update(module._modules)
     return bare.eval()
+
+
+def sharing(values: Sequence[Any]) -> tuple:
+    """Which of the tensors share memory, and how: (number of the first of them, bytes behind it) for each."""
+    tensors = [v for v in values if isinstance(v, Tensor)] if len(values) > 1 else ()
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    owners = [first.setdefault(storage_id(t.untyped_storage()), i) for i, t in enumerate(tensors)]
+    if len(first) == len(tensors):
+        return ()
+    return tuple((i, t.data_ptr() - tensors[i].data_ptr()) for i, t in zip(owners, tensors, strict=True))

@@ -156,6 +156,9 @@ class Joined:
             if vid not in made and not any(reader is known for reader in readers):
                 readers.append(known)
                 self.changed = True
+        if op.weight_problem and not known.weight_problem:
+            known.weight, known.weight_problem = None, op.weight_problem
+            self.changed = True
         if comparable and op.constants not in (known.constants, *known.other_constants):
             known.other_constants = (*known.other_constants[-7:], op.constants)
             self.changed = True

@@ -21,7 +21,7 @@ from ...graph.signature import check_absent, check_input
 from ...graph.writer import ONE_PATH
 from ...op_facts import writes
 from ..graph_data import from_data
-from ..lowered_model import LoweredModel, without_code
+from ..lowered_model import LoweredModel, sharing, without_code
 from ..passes import written_attributes
 from .compiling import (
     calls_of,
@@ -70,6 +70,12 @@ class InductorModel(LoweredModel):
     def plain(self, args: Sequence[Any]) -> Any:
         given = pytree.tree_leaves(tuple(map(plain_containers, args)))
         flat = [as_dense(leaf) for leaf in given]
+        if self._writes and sharing(given):
+            raise DeviationError(
+                "the graph writes to tensors, and inputs of this call share memory",
+                expected="inputs that do not: compiled code would not see the writes in both", got="inputs that do",
+                hint='pass copies, or use backend="onednn" or "torchscript"',
+            )  # fmt: skip
         key = (torch.get_num_threads(), *map(key_of, flat))
         form = self._by_key.get(key)
         if form is None:

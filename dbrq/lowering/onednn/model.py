@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..._torch import assert_, storage_id
+from ..._torch import assert_
 from ...calibration.recorder import random_state_kept
 from ...errors import OneDNNError
 from ...graph.located import at
@@ -23,7 +23,7 @@ from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..graph_data import from_data
-from ..lowered_model import LoweredModel, without_code
+from ..lowered_model import LoweredModel, sharing, without_code
 from ..passes import fold_constants, reduce_mutation, sizes_of_integers, written_as_laid_out, written_attributes
 from ..patterns import add_masks_once, free_of_strides
 from . import mapping
@@ -139,7 +139,7 @@ class OneDNNModel(LoweredModel):
 
     @staticmethod
     def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
-        return (id(segment), torch.get_num_threads(), *_sharing(values), *map(_key, values))
+        return (id(segment), torch.get_num_threads(), *sharing(_flat(values)), *map(_key, values))
 
     def _compiled(self, segment: Segment, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
@@ -385,18 +385,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         return tuple(map(_key, leaves(value)))
     return type(value), value
-
-
-def _sharing(values: Sequence[Any]) -> tuple:
-    """Which of the tensors share memory, and how: (number of the first of them, bytes behind it) for each."""
-    tensors = [v for v in _flat(values) if isinstance(v, Tensor)] if len(values) > 1 else ()
-    if len(tensors) < 2:
-        return ()
-    first: dict[int, int] = {}
-    owners = [first.setdefault(storage_id(t.untyped_storage()), i) for i, t in enumerate(tensors)]
-    if len(first) == len(tensors):
-        return ()
-    return tuple((i, t.data_ptr() - tensors[i].data_ptr()) for i, t in zip(owners, tensors, strict=True))
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
