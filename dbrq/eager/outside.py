@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..mappings import function_name
 from ..op_facts import memory_of
 from ..pytree import tree_leaves, tree_map
-from ..tensors import Int8Tensor, Lazy, Provenance, plain, version_of
+from ..tensors import Int8Tensor, Int8Weight, Lazy, Provenance, plain, version_of
 
 #: What gives the memory of a tensor to code that torch does not see.
 HANDS_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"})
@@ -23,8 +23,9 @@ HANDS_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_
 
 def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> Any:
     """``func`` on plain tensors."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    held = [leaf.float_value() if isinstance(leaf, Lazy) else leaf for leaf in given]
+    leaves = tree_leaves((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight)]
+    held = [leaf.float_value() if isinstance(leaf, Int8Tensor) else leaf for leaf in given]
     before = [version_of(tensor) for tensor in held]
     output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
     name = function_name(func)
