@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import convert, run, sqnr
+from helpers import Call, convert, run, sqnr
 from torch import nn
 
 import dbrq
@@ -68,3 +68,15 @@ def test_two_ops_that_read_each_other_on_different_paths():
     converted = dbrq.convert(prepared)
     for swap in (False, True):
         assert sqnr(run(model, (x, swap)), run(converted, (x, swap))) > 30
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
+def test_integers_among_what_cat_joins(backend):
+    """They were counted among the values that it reads as int8, so that the next one was taken for another."""
+    layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(18, 4)}
+    model = Call(lambda m, x, i: m.c(torch.cat([m.a(x), i, m.b(x)], 1)), **layers).eval()
+    inputs = torch.randn(4, 8), torch.randint(0, 3, (4, 2))
+    quantized = dbrq.quantize(model, [inputs], progress=False)
+    with torch.no_grad():
+        assert sqnr(model(*inputs), quantized(*inputs)) > 25
+        assert sqnr(model(*inputs), dbrq.lower(quantized, inputs, backend=backend)(*inputs)) > 25

@@ -28,7 +28,7 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
         return "it changes the dtype"
     if op.row.role is Role.SHARE and op.row.ndim and len(op.inputs[0].shape) != op.row.ndim + 2:
         return "its input has no batch dimension"
-    if op.row.role is Role.ELEMENTWISE:
+    if op.row.role is Role.ELEMENTWISE or op.row.takes_list:
         tensors = [i for i in op.inputs if i.dtype is not torch.float32]
         return f"one operand is {tensors[0].dtype}" if tensors else ""
     return ""
