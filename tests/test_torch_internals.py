@@ -476,12 +476,24 @@ def test_schemas_by_name() -> None:
     assert any("out" in s.overload_name for s in schemas) and not _torch.schemas_of("aten::no_such_op")
 
 
+@torch.jit._overload
+def _overloaded(x: int) -> int: ...
+
+
+@torch.jit._overload
+def _overloaded(x: str) -> str: ...
+
+
+def _overloaded(x):
+    return x
+
+
 def test_what_torchscript_takes_functions_for() -> None:
     assert _torch.find_builtin(torch.relu) == "aten::relu"
     assert _torch.find_builtin(test_pytree) is None
     assert _torch.script_name(F.relu) == "__torch__.torch.nn.functional.relu"
     assert F.max_pool2d in _torch.boolean_dispatched and F.relu not in _torch.boolean_dispatched
-    assert _torch.script_overloads(_torch.script_name(F.interpolate))
+    assert _torch.script_overloads(_torch.script_name(_overloaded))  # torch forgets those that it has compiled
     assert not _torch.script_overloads(_torch.script_name(F.relu))
     torch.jit.frontend.get_jit_def(F.relu, "relu")
 

@@ -8,15 +8,12 @@ read.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -45,6 +42,7 @@ from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import (
+    REPLACED,
     ModuleStep,
     Place,
     Record,
@@ -55,7 +53,7 @@ from ..record.record import (
     Value,
 )
 from ..tensors import unmarked, version_of
-from .surgery import as_forward_sees, bake, copied, uncompile_children, uncompiled
+from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -109,17 +107,6 @@ def intercept(
         intercepted.passes = found[0].role is Role.PASS
     module.__dict__["forward"] = intercepted
     return intercepted
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 class _Frame:
@@ -489,7 +476,7 @@ class Watch(Values, TorchFunctionMode):
             elif seen.weight.computed:
                 self._keep_computed(seen, bound[1])
             elif module is not None and seen.is_module and self._is_replaced(module.path, bound[1:3]):
-                seen.weight, seen.weight_problem = None, "forward replaces its parameters"
+                seen.weight, seen.weight_problem = None, REPLACED
             if row.role is Role.COMPUTE and isinstance(bound[2], Tensor):
                 seen.bias = self._parameter(bound[2])
                 seen.bias_computed = seen.bias is None

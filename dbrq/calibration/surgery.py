@@ -15,10 +15,12 @@ import contextlib
 import copy
 import functools
 import pickle
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
@@ -26,6 +28,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .._torch import COMPILED, PRUNED, global_forward_pre_hooks, without_function_modes
+from ..auto_trace import active
 from ..errors import ERRORS_OF_CODE, ConfigurationError
 from ..hidden_state import extend, original
 
@@ -165,7 +168,6 @@ def run_parametrizations_plainly(model: nn.Module, token: Any) -> list[str]:
 
 
 def _forward_plainly(module: nn.Module, token: Any, path: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    from ..auto_trace import active
 
     with without_function_modes():
         value = type(module).forward(module, *args, **kwargs)
@@ -223,9 +225,19 @@ _REGISTERING: dict[str, Callable] = {
 
 
 def _plain_hook(hook: Callable, token: Any, path: str, module: nn.Module, *args: Any) -> Any:
-    from ..auto_trace import active
 
     call = active.call
     if call is None or call.token is not token:  # the root's own hooks, which are outside of the run
         return hook(module, *args)
     return call.look(hook, module, path, args)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

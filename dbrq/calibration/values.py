@@ -201,10 +201,11 @@ class Values:
 
     def _is_replaced(self, path: str, parameters: Sequence[Any]) -> bool:
         """Whether a module has other parameters than when the run began: forward, or a functional call, set them."""
-        held = dict(zip(("weight", "bias"), parameters, strict=False))
-        return any(
-            (path, name) in self._first and self._first[path, name] is not tensor for name, tensor in held.items()
-        )
+        for name, tensor in zip(("weight", "bias"), parameters, strict=False):
+            key = (path, name)
+            if key in self._first and tensor is not self._first[key] and tensor is not self._computed.get(key):
+                return True
+        return False
 
     # Weights computed from parameters alone
 

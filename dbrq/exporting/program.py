@@ -29,7 +29,7 @@ from .._torch import (
     pytree,
     shape_settings,
 )
-from ..calibration.recorder import random_state_kept
+from ..calibration.surgery import random_state_kept
 from ..errors import ERRORS_OF_CODE, RewriteError, is_bug
 from ..graph.nodes import DEQUANTIZE_PER_CHANNEL
 from ..graph.signature import RestoringCodeGen

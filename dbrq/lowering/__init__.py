@@ -17,9 +17,8 @@ from torch import fx, nn
 from torch.ao.quantization import QConfigMapping
 from torch.fx.graph import CodeGen
 
-from ..calibration.recorder import random_state_kept
 from ..calibration.session import token_of
-from ..calibration.surgery import uncompiled
+from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError, RewriteError, SeveralPathsError, is_bug
 from ..graph.located import marked, naming_ops, op_of
 from ..graph.nodes import remove_dead

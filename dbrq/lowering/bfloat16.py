@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..calibration.recorder import random_state_kept
+from ..calibration.surgery import random_state_kept
 from ..kernels import script
 from ..op_facts import is_written, writes, written
 from .passes import written_attributes

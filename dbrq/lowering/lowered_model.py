@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import storage_id
-from ..calibration.recorder import random_state_kept
+from ..calibration.surgery import random_state_kept
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
 from .graph_data import as_data

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from ..mappings import Role
-from .record import VARYING_NUMBERS, Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, Value
+from .record import REPLACED, VARYING_NUMBERS, Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, Value
 
 #: More paths through one call than these are counted no more; their ops are still known.
 MOST_PATHS = 100
@@ -156,7 +156,7 @@ class Joined:
             if vid not in made and not any(reader is known for reader in readers):
                 readers.append(known)
                 self.changed = True
-        if op.weight_problem and not known.weight_problem:
+        if op.weight_problem == REPLACED and not known.weight_problem:
             known.weight, known.weight_problem = None, op.weight_problem
             self.changed = True
         if comparable and op.constants not in (known.constants, *known.other_constants):

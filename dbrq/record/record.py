@@ -38,6 +38,9 @@ class TensorInfo:
 #: Why a computed weight stays float that is not computed with the same numbers each time.
 VARYING_NUMBERS = "its weight is computed in forward, from numbers that are not always the same"
 
+#: Why a layer stays float whose parameters are others at times.
+REPLACED = "forward replaces its parameters"
+
 #: One value whose qparams are meant, or several whose ranges together are.
 Key = int | tuple[int, ...]
 

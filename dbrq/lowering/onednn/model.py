@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..._torch import assert_
-from ...calibration.recorder import random_state_kept
+from ...calibration.surgery import random_state_kept
 from ...errors import OneDNNError
 from ...graph.located import at
 from ...graph.nodes import leaves, remove_dead, walk
