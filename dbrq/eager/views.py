@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import op_facts
 from ..kernels import pad_mode
 from ..mappings import DROPOUTS, FUNCTIONS, OpRow
 from ..op_facts import may_alias
@@ -17,7 +18,7 @@ from ..tensors import Int8Tensor, Int8Weight, Lazy
 
 SAME = frozenset({"identity", "contiguous", *DROPOUTS})
 #: What copies elements or does not, as the layout of what it is given and its settings have it.
-AS_LAID_OUT = frozenset({*SAME, "to", "reshape", "reshape_as", "flatten", "ravel"})
+AS_LAID_OUT = SAME | op_facts.AS_LAID_OUT
 # Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
 _PLAIN = (torch.contiguous_format, torch.preserve_format)
 RESHAPED: dict[str, Callable] = {

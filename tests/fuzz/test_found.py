@@ -571,6 +571,30 @@ def test_a_write_to_what_may_be_a_copy_of_an_int8_value(backend: str, copy: Any)
         assert sqnr(one, other) > 25
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_write_to_what_is_channels_last_or_made_so(backend: str) -> None:
+    """For a channels_last input ``to`` gives the value itself; the graph went by the example, for which it copies."""
+
+    def forward(m: Any, x: Tensor) -> tuple:
+        y = m.a(x)
+        z = y.to(memory_format=torch.channels_last)
+        z.mul_(2)
+        return y, m.b(y)
+
+    model = Call(forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1)).eval()
+    example = torch.randn(2, 4, 7, 4)
+    graph = lowered(quantized(model, example), example, backend)
+    other = torch.randn(4, 4, 7, 4).to(memory_format=torch.channels_last)
+    for x in (example, other):
+        (expected,) = runs(model, [x])
+        try:
+            (result,) = runs(graph, [x])
+        except (AssertionError, RuntimeError, torch.jit.Error) as error:
+            assert x is other and "dbrq: " in str(error)
+            continue
+        assert all(sqnr(a, b) > 25 for a, b in zip(expected, result, strict=True))
+
+
 def test_a_write_to_the_last_view_of_an_int8_value() -> None:
     """It was refused, as if the value were there to see it."""
     model = Call(lambda m, x: m.b(m.a(x)[:, ::2].contiguous().mul_(0.5)), a=nn.Linear(8, 8), b=nn.Linear(4, 4)).eval()
