@@ -13,11 +13,7 @@ import pytest
 import torch
 from helpers import convert, run
 from torch import nn
-from torch.ao.quantization import (
-    MinMaxObserver,
-    QConfig,
-    default_per_channel_weight_observer,
-)
+from torch.ao.quantization import MinMaxObserver, QConfig, default_per_channel_weight_observer
 
 import dbrq
 from dbrq.kernels import QParams, dequantize, has_exact_int8_dot, quantize, ranges

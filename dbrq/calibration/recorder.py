@@ -41,17 +41,7 @@ from ..op_facts import is_pure, mutates, reads_values
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
-from ..record.record import (
-    REPLACED,
-    ModuleStep,
-    Place,
-    Record,
-    SeenCall,
-    SeenOp,
-    Tag,
-    TensorInfo,
-    Value,
-)
+from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
 from ..tensors import unmarked, version_of
 from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
 from .values import Observer, Values, _storage

@@ -27,9 +27,7 @@ from .observing import Observing
 from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, kind
 from .recorder import Watch
-from .surgery import (
-    copied,
-)
+from .surgery import copied
 
 
 class QuantizedModelToken(ModelToken):

@@ -12,21 +12,10 @@ from torch import Tensor, nn
 
 from .._torch import storage_id
 from ..eager import views
-from ..mappings import (
-    OpRow,
-    Role,
-)
+from ..mappings import OpRow, Role
 from ..record.merge import Union
 from ..record.parameters import Computed
-from ..record.record import (
-    VARYING_NUMBERS,
-    ParameterRef,
-    Record,
-    SeenOp,
-    Tag,
-    TensorInfo,
-    Value,
-)
+from ..record.record import VARYING_NUMBERS, ParameterRef, Record, SeenOp, Tag, TensorInfo, Value
 from ..tensors import geometry_of, version_of
 
 

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from ..mappings import (
-    OpRow,
-    Role,
-)
+from ..mappings import OpRow, Role
 from ..pytree import tree_map
-from ..record.record import (
-    TensorSpec,
-)
+from ..record.record import TensorSpec
 from .interfaces import Leaf
 
 

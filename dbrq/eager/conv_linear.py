@@ -21,15 +21,7 @@ from ..tensors import UNSURE, Int8Tensor, plain, row_major, set_tag
 from .arguments import activations, constant, settings
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
-from .weights import (
-    StoredWeight,
-    Watched,
-    is_weight,
-    levels_of,
-    norm_scale,
-    norm_shift,
-    rounds_to,
-)
+from .weights import StoredWeight, Watched, is_weight, levels_of, norm_scale, norm_shift, rounds_to
 
 
 class Fused:

@@ -10,11 +10,7 @@ import torch
 from torch import fx
 
 from .._torch import assert_, quantized_decomposed
-from ..op_facts import (
-    called,
-    is_random,
-    writes,
-)
+from ..op_facts import called, is_random, writes
 
 QUANTIZE = quantized_decomposed.quantize_per_tensor
 

@@ -19,28 +19,12 @@ from torch import Tensor, fx, nn
 from .._torch import without_function_modes
 from ..errors import ERRORS_OF_CODE, RewriteError
 from ..kernels import QParams
-from ..op_facts import (
-    Facts,
-    Watching,
-    called,
-    memory_of,
-    seen,
-    sources,
-)
+from ..op_facts import Facts, Watching, called, memory_of, seen, sources
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
 from ..tensors import Int8Weight, plain, version_of
 from .located import located, op_of
-from .nodes import (
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
-    base_name,
-    identifier,
-    is_impure,
-    leaves,
-    walk,
-)
+from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, walk
 from .symbols import Traced, traced, untraced
 from .torchscript_form import TAKE_SIZES, spelled
 from .writer import GraphWriter

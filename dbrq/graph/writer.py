@@ -17,23 +17,12 @@ from torch import Tensor, fx, nn
 from .._torch import TorchDispatchMode, assert_, schema_of, without_function_modes
 from ..errors import SeveralPathsError
 from ..kernels import QParams
-from ..op_facts import (
-    AS_LAID_OUT,
-    BY_MEMORY,
-    Memory,
-    called,
-    memory_of,
-)
+from ..op_facts import AS_LAID_OUT, BY_MEMORY, Memory, called, memory_of
 from ..pytree import tree_leaves
 from ..record.callsite import user_line
 from ..record.parameters import ParameterRef
 from ..record.record import Tag
-from .nodes import (
-    ancestors,
-    evaluated,
-    identifier,
-    tensors_behind,
-)
+from .nodes import ancestors, evaluated, identifier, tensors_behind
 from .symbols import Traced, traced, untraced
 
 T = TypeVar("T")
