@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -421,3 +421,14 @@ def plain(value: Any) -> Any:
 def version_of(tensor: Tensor) -> int:
     """Changes when ``tensor`` is written to; -1 where torch keeps no count."""
     return -1 if tensor.is_inference() else version(tensor)
+
+
+class Versions:
+    """Tensors, and how often each had been written to when this was made."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._before = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def written(self) -> list[Tensor]:
+        """Those of the tensors that were written to since."""
+        return [tensor for tensor, before in self._before if version_of(tensor) != before]

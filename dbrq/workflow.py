@@ -257,8 +257,7 @@ def _prove(token: QuantizedModelToken) -> None:
 
 def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) -> None:
     def fake_quant(op: SeenOp) -> nn.Module | None:
-        held = token.states[op.owner].weight_fake_quants
-        trained = held[op.module_key] if op.module_key in held else None  # noqa: SIM401 (no .get)
+        trained = token.weight_fake_quant(op)
         return trained if trained is not None and observed(trained) else None
 
     token.weight_axes, token.kept_weights = convert_weights(token.record.hooked(), token.record, modules, fake_quant)

@@ -42,7 +42,7 @@ from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
-from ..tensors import unmarked, version_of
+from ..tensors import Versions, unmarked
 from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
@@ -286,7 +286,7 @@ class Watch(Values, TorchFunctionMode):
         if started.hooked:
             self._log("%s::%s.__torch_function__ start", row.name)
         looked_at = [] if is_pure(func) else [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        before = [version_of(t) for t in looked_at]
+        versions = Versions(looked_at)
         stashed, output = self._run(started, row, bound, lambda: func(*args, **kwargs), inplace)
         if started.hooked:
             self._log("%s::%s.__torch_function__ end", row.name)
@@ -298,7 +298,7 @@ class Watch(Values, TorchFunctionMode):
         if written is None and args and mutates(func):
             written = args[0]
         if written is None and not (bound and asks_inplace(row, bound)):
-            written = next((t for t, v in zip(looked_at, before, strict=True) if version_of(t) != v), None)
+            written = next(iter(versions.written()), None)
         seen = self._see(started, row, name, spelled_name(func), args, kwargs, output, bound, self.leaf, written)
         self._keep(seen, stashed)
         if not seen.inplace and written is None:

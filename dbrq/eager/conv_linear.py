@@ -87,9 +87,9 @@ class ComputePlan(Plan):
         return is_weight(bias, self.op.bias, self.modules)
 
     def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
-        if type(x) is Int8Tensor and x.data_u8 is not None and self.keeps_settings(leaf):
+        if type(x) is Int8Tensor and x.data_u8 is not None:
             shape = self._usual.get(x.size_)
-            if shape is not None and x.tag in self._tags:
+            if shape is not None and x.tag in self._tags and self.keeps_settings(leaf):
                 if self.steps:
                     return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)
                 with without_function_modes():

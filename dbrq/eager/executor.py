@@ -82,7 +82,8 @@ class Plan:
             return False
         if self.row.ndim and getattr(module, "padding_mode", pads) != pads:
             return False
-        names += [name for name in ("padding_mode",) if name in module.__dict__]
+        if "padding_mode" in module.__dict__:
+            names.append("padding_mode")
         self._held = tuple((name, module.__dict__[name]) for name in names)
         return True
 

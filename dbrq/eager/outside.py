@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..mappings import function_name
 from ..op_facts import memory_of
 from ..pytree import tree_leaves, tree_map
-from ..tensors import Int8Tensor, Int8Weight, Lazy, Provenance, plain, version_of
+from ..tensors import Int8Tensor, Int8Weight, Lazy, Provenance, Versions, plain
 
 #: What gives the memory of a tensor to code that torch does not see.
 HANDS_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"})
@@ -26,12 +26,13 @@ def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> A
     leaves = tree_leaves((args, kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight)]
     held = [leaf.float_value() if isinstance(leaf, Int8Tensor) else leaf for leaf in given]
-    before = [version_of(tensor) for tensor in held]
+    versions = Versions(held)
     output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
     name = function_name(func)
     shared = {memory_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-    for leaf, tensor, version in zip(given, held, before, strict=True):
-        written = version_of(tensor) != version
+    changed = set(map(id, versions.written()))
+    for leaf, tensor in zip(given, held, strict=True):
+        written = id(tensor) in changed
         if isinstance(leaf, Int8Tensor):
             if written:
                 leaf.become(tensor)
@@ -57,10 +58,10 @@ def shown(leaf: Any) -> Any:
 def look(hook: Callable, module: nn.Module, path: str, args: tuple) -> None:
     """Call a hook that the record does not know; its ops are none of the record's."""
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    before = [version_of(tensor) for tensor in given]
+    versions = Versions(given)
     result = hook(module, *args)
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if before == [version_of(tensor) for tensor in given] and all(any(m is g for g in given) for m in made):
+    if not versions.written() and all(any(m is g for g in given) for m in made):
         return
     raise ConfigurationError(
         "a hook that was registered after prepare changes values", path=path,

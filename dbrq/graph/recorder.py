@@ -22,7 +22,7 @@ from ..kernels import QParams
 from ..op_facts import Facts, Watching, called, memory_of, seen, sources
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..tensors import Int8Weight, plain, version_of
+from ..tensors import Int8Weight, Versions, plain
 from .located import located, op_of
 from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, walk
 from .symbols import Traced, traced, untraced
@@ -163,10 +163,10 @@ class GraphRecorder(GraphWriter):
         self._describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
         nodes = [self.node_of(t) for t in tensors]
-        versions = [version_of(t) for t in tensors]
+        versions = Versions(tensors)
         with Watching() as watched:
             result = self._as_written(function, (args, kwargs), node, (given, options))
-        changed = [t for t, before in zip(tensors, versions, strict=True) if version_of(t) != before]
+        changed = versions.written()
         self._varying -= {memory_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)} - set(
             map(memory_of, tensors)
         )

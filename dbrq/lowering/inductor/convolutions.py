@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,15 @@ class Convolution:
         self.node.replace_input_with(weight, constant)
 
 
+def geometry_of(
+    shape: Sequence[int], weight: Sequence[int], sizes: Sequence[int | Sequence[int]], groups: int
+) -> Geometry:
+    """A conv2d's geometry, from the shapes of its input and weight, and stride, padding and dilation."""
+    outputs, _, *kernel = weight
+    stride, padding, dilation = (tuple(ints(value, 2)) for value in sizes)
+    return Geometry(tuple(shape), outputs, tuple(kernel), stride, padding, dilation, groups)
+
+
 def convolutions_of(graph: fx.Graph) -> list[Convolution]:
     """Those that Inductor makes int8 kernels of."""
     found = []
@@ -82,9 +91,7 @@ def convolutions_of(graph: fx.Graph) -> list[Convolution]:
             continue
         _, stride, padding, dilation, groups = (*rest, *_CONVOLUTION_DEFAULTS[len(rest) :])
         sizes = (s.node.expr if isinstance(s, torch.SymInt) else s for s in x.meta["val"].shape)
-        outputs, _, *kernel = weight.meta["val"].shape
-        stride, padding, dilation = (tuple(ints(value, 2)) for value in (stride, padding, dilation))
-        geometry = Geometry((), outputs, tuple(kernel), stride, padding, dilation, groups)
+        geometry = geometry_of((), weight.meta["val"].shape, (stride, padding, dilation), groups)
         found.append(Convolution(node, tuple(sizes), geometry))
     return found
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ...graph.nodes import DEQUANTIZE, function_of, remove_dead
 from ...kernels import ints
-from ...kernels.known_faults import Geometry, plain_dilation
+from ...kernels.known_faults import plain_dilation
 from ..engine import (
     Lowering,
     Rewrite,
@@ -24,7 +24,7 @@ from ..engine import (
     row_of,
 )
 from ..patterns import computes, epilogues, fine, moves, on
-from .convolutions import fault_in_words
+from .convolutions import fault_in_words, geometry_of
 
 #: Ops for which Inductor calls int8 kernels.
 _INT8 = frozenset({"conv1d", "conv2d", "linear"})
@@ -211,9 +211,7 @@ def _fault(node: fx.Node) -> str:
     _, (x, weight, _, *sizes, groups) = bind_known(node)
     if isinstance(sizes[1], str):
         return ""
-    outputs, _, *kernel = weight.meta["shape"]
-    stride, padding, dilation = (tuple(ints(value, 2)) for value in sizes)
-    return fault_in_words(Geometry(tuple(x.meta["shape"]), outputs, tuple(kernel), stride, padding, dilation, groups))
+    return fault_in_words(geometry_of(x.meta["shape"], weight.meta["shape"], sizes, groups))
 
 
 def _is_faulty(node: fx.Node) -> bool:
