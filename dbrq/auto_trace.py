@@ -33,7 +33,7 @@ from .eager import outside, views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
 from .eager.outside import look, shown
-from .eager.path import Frame
+from .eager.path import FloatFrame, Frame
 from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import is_pure, mutates, reads_values
@@ -206,6 +206,7 @@ class RunCall(TorchFunctionMode):
     def __init__(self, token: ModelToken) -> None:
         self.token = token
         self.frame: Frame | None = None
+        self.frames = Frame
         self.lenient = False
         self.counts: dict[int, int] = {}
         self.provenance = Provenance()
@@ -241,11 +242,13 @@ class RunCall(TorchFunctionMode):
         return output
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
-        assert intercepted.state is not None
-        tags_of = intercepted.state.input_tags
+        state = intercepted.state
+        assert state is not None
         for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
-            for tensor, tag in zip(tensors, tags_of(name, tensors), strict=True):
+            for tensor, tag in zip(tensors, state.input_tags(name, tensors), strict=True):
                 self.provenance.set_tag_of_any(tensor, tag)
+            if not state.lie_as_recorded(name, tensors):
+                self.frames = FloatFrame
 
     def _leave(self, output: Any) -> Any:
         """What the outermost module returns: plain tensors in the user's own containers."""
@@ -268,7 +271,7 @@ class RunCall(TorchFunctionMode):
     def _module(self, intercepted: InterceptedForward, state: AutoQuantizationState, args: tuple, kwargs: dict) -> Any:
         count = self.counts.get(id(state), 0)
         self.counts[id(state)] = count + 1
-        if state.parts and not self.slow:
+        if state.parts and not self.slow and self.frames is Frame:
             for part in state.parts.get(count, ()):
                 output = part(self, args, kwargs)
                 if output is not NOT_RUN:
@@ -277,7 +280,7 @@ class RunCall(TorchFunctionMode):
         hooks = state.hooks(count)
         if hooks is None:
             return self._opaque(intercepted, args, kwargs)
-        self.frame = Frame(state, hooks, self.lenient)
+        self.frame = self.frames(state, hooks, self.lenient)
         try:
             if intercepted.row is not None:
                 output = self._leaf(intercepted, args, kwargs)
@@ -325,7 +328,7 @@ class RunCall(TorchFunctionMode):
         """A leaf module where it was never recorded: in float."""
         assert self.frame is not None and intercepted.row is not None
         name = intercepted.row.name
-        self.frame.state.unrecorded(name, intercepted.path)
+        self.frame.unrecorded(name, intercepted.path)
         with without_function_modes():
             output = self._unseen(intercepted, args, kwargs)
             for leaf in tree_leaves(output):
@@ -361,7 +364,7 @@ class RunCall(TorchFunctionMode):
         assert frame is not None
         hook = frame.function(row, spelling.bind(args, kwargs) if row.takes_weight else None)
         if hook is None:
-            frame.state.unrecorded(row.name, None)
+            frame.unrecorded(row.name, None)
             return self._other(func, args, kwargs)
         if self.log_hooks:
             hook_log.debug("%s::%s.__torch_function__ start", frame.state.path or "<root>", row.name)

@@ -44,13 +44,13 @@ def _only_reader(record: Record, op: SeenOp) -> SeenOp | None:
     value = record.values[op.result.id]
     if len(value.readers) == 1 and any(len(vids) > 1 for vids in value.readers[0].slots().values()):
         return None  # on another path it reads something else
-    if len(value.readers) != 1 or value.is_output or value.aliased_mutation or len(op.outputs) != 1:
+    if len(value.readers) != 1 or value.is_output or value.is_exposed or len(op.outputs) != 1:
         return None
     return value.readers[0]
 
 
 def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op: SeenOp) -> bool:
-    if not op.hooked or record.values[op.result.id].aliased_mutation:
+    if not op.hooked or record.values[op.result.id].is_exposed:
         return False
     roles = [step.row.role for step in chain]
     if op.row.role is Role.NORM:

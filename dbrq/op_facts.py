@@ -318,6 +318,8 @@ def _at(node: fx.Node, places: tuple[int, ...]) -> list[fx.Node]:
 
 #: What gives a view or a copy, as the layout of what it is given has it.
 AS_LAID_OUT = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous", "to"})
+#: What tells the user's code how a value lies in memory.
+LAYOUT_QUESTIONS = frozenset({"is_contiguous", "stride"})
 #: What takes elements in the order in which they lie in memory.
 BY_MEMORY = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 

@@ -25,6 +25,7 @@ from .kernels.ranges import SAFE, WANTED, for_this_cpu, makes_sense
 from .mappings import OpRow
 from .record.callsite import Site, site
 from .record.record import Decision, Key, Place, Read, SeenCall, SeenOp, Tag
+from .tensors import layout_of
 
 #: The tensors that hold qparams, in the order of the fields of ``QParams``.
 _QPARAMS = {"scale": torch.float32, "zero_point": torch.int64, "quant_min": torch.uint8, "quant_max": torch.uint8}
@@ -83,6 +84,34 @@ class AutoQuantizationState(nn.Module):
         tags: list[Tag] = [given.get((self.path, name, i, t.dtype)) for i, t in enumerate(tensors)]
         inside = self.calls[0].input_tags.get(name, ()) if self.calls else ()
         return [inside[i] if tag is None and i < len(inside) else tag for i, tag in enumerate(tags)]
+
+    def lie_as_recorded(self, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors of argument ``name``, where the module is the outermost of a run, lie in memory as in
+        calibration, if forward goes by that. int8 values do not lie as float ones do, so such a run is not for them.
+        """
+        record = self.token.record
+        if not record.by_layout:
+            return True
+        for number, tensor in enumerate(tensors):
+            if layout_of(tensor) != record.layouts.get((self.path, name, number)):
+                self._report_layout(name, tensor)
+                return False
+        return True
+
+    def _report_layout(self, name: str, tensor: Tensor) -> None:
+        line = self.token.record.by_layout
+        if self.token.strict:
+            raise DeviationError(
+                "an input lies in memory in another way than in calibration, and forward goes by that",
+                path=self.path, op=line, expected=f"{name!r} contiguous, channels_last ... as in calibration",
+                got=f"strides {tensor.stride() if tensor.layout is torch.strided else tensor.layout}",
+                hint="calibrate with inputs of this layout, or bring them to that of calibration",
+            )  # fmt: skip
+        self.token.warn_once(
+            f"layout of {name}",
+            f"dbrq: {self.path or 'the model'} runs in float: {name!r} lies in memory in another way than in "
+            f"calibration, and what forward does goes by that ({line})",
+        )
 
     def unrecorded(self, op: str, leaf: str | None) -> None:
         """``op`` runs where no recorded path has it: raise in strict models, else warn once."""

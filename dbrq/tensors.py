@@ -405,6 +405,18 @@ def geometry_of(tensor: Tensor) -> Geometry:
     return tuple(tensor.shape), tuple(tensor.stride()), offset  # type: ignore[return-value]  # torch's stubs: or SymInt
 
 
+def layout_of(tensor: Tensor) -> tuple | None:
+    """How a tensor lies in memory, whatever its sizes: the order of its axes, and whether there are no gaps.
+
+    By this, torch makes results contiguous or channels_last, and views or copies. None for a tensor without strides.
+    """
+    if tensor.layout is not torch.strided:
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+    return order, tensor.is_contiguous() or tensor.permute(order).is_contiguous()
+
+
 def unmarked(value: Any) -> Any:
     """``value`` as the user gets it: plain, and without what a call notes on tensors."""
     value = plain(value)

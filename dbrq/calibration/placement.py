@@ -196,7 +196,7 @@ class Placement:
         self._pinned: set[int] = set()  # values that are what they are, whoever makes them
         self._moved: dict[int, list[int]] = defaultdict(list)
         for vid, value in self.record.values.items():
-            if value.aliased_mutation or value.info.dtype is not torch.float32 or value.info.constant:
+            if value.is_exposed or value.info.dtype is not torch.float32 or value.info.constant:
                 level = Level.FLOAT
             elif value.is_input:
                 level = Level.NEUTRAL
@@ -348,8 +348,8 @@ class Placement:
             return "its inputs are not int8 here, and quantizing them for it alone gains nothing"
         if free and any(id(r) not in self.soft for r in out.readers):
             return "it runs on the model's inputs, before they are quantized"
-        if out.aliased_mutation:
-            return "its result is changed in place through another view"
+        if out.is_exposed:
+            return "its result is changed in place through another view, or asked how it lies in memory"
         if op.row.role is Role.ELEMENTWISE:
             self._read_as_int8(out.info.id)  # so that what is moved from it is known
             fine = all(self._reads_int8(r, out.info.id, self._read) for r in out.readers)

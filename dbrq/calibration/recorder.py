@@ -37,12 +37,12 @@ from ..mappings import (
     is_torch_leaf,
     leaf_row,
 )
-from ..op_facts import is_pure, mutates, reads_values
+from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, mutates, reads_values
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
-from ..tensors import Versions, unmarked
+from ..tensors import Versions, layout_of, unmarked
 from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
@@ -169,6 +169,7 @@ class Watch(Values, TorchFunctionMode):
         value = self._value(tensor)
         if value.is_input:  # given twice
             return
+        self.record.layouts.setdefault(name[:3], layout_of(tensor))
         self._as_input(value)
         self._name(name, value)
 
@@ -276,11 +277,16 @@ class Watch(Values, TorchFunctionMode):
             with self:
                 return parts(*args, **kwargs)
         if self.hidden or self.frame is None or not reads_values(func):  # without a frame: a destructor's, say
+            if self.frame is not None and not self.hidden and function_name(func) in LAYOUT_QUESTIONS:
+                with without_function_modes():
+                    self._ask_layout(args[0])
             return func(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
         bound = spelling.bind(args, kwargs) if spelling else []
         name = function_name(func)
+        if name in BY_MEMORY:
+            self.record.goes_by_layout()
         started = self._start(row, name, (args, kwargs), bound, self.leaf)
         inplace = spelling is not None and spelling.inplace
         if started.hooked:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import op_facts
 from .._torch import storage_id
 from ..eager import views
 from ..mappings import OpRow, Role
@@ -49,6 +50,8 @@ class Values:
         self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._modules = modules
         self._computed: dict[tuple[str, str], Tensor] = {}
+        self._by_layout: set[int] = set()  # ids of values that are a view or a copy of another as layouts have it, ...
+        self._returned: set[int] = set()  # ... and of those that ``contiguous`` returned as they were
         self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
         self._parameters = self._find_parameters()
         self._first = {(path, name): p for path, module in modules.items() for name, p in module._parameters.items()}
@@ -99,6 +102,9 @@ class Values:
         ]
         value = self._new(tensor, tag, seen)
         shared = bool(others) or storage in self._parameters or (old is not None and self._outlives(old))
+        family = {vid for _, vid in others} | ({old} if old is not None else set())
+        if (shared and family & self._by_layout) or family & self._returned:
+            self.record.goes_by_layout()
         if shared:
             for vid in (*(vid for _, vid in others), value.info.id, *(() if old is None else (old,))):
                 self.record.values[vid].aliased_mutation = True
@@ -117,9 +123,13 @@ class Values:
         """The result of an op that moves elements; the value itself if that op did nothing."""
         known = self._lookup(tensor)
         if known is not None:
+            if seen.row.name == "contiguous":
+                self._returned.add(known)
             return self.record.values[known]
         source = self.record.values[inputs[0].id] if inputs else None
         value = self._new(tensor, source.info.tag if source is not None else None, seen)
+        if source is not None and seen.row.name in op_facts.AS_LAID_OUT:
+            self._by_layout |= {source.info.id, value.info.id, *self._sharing(given), *self._sharing(tensor)}
         if source is not None:
             value.info = TensorInfo(
                 value.info.id,
@@ -134,6 +144,11 @@ class Values:
                 self._copied(given, tensor)
         return value
 
+    def _sharing(self, tensor: Any) -> list[int]:
+        """The ids of living values in the memory of a tensor."""
+        storage = _storage(tensor) if isinstance(tensor, Tensor) else None
+        return [] if storage is None else [vid for ref, vid in self._by_storage[storage] if ref() is not None]
+
     def _copied(self, given: Any, tensor: Tensor) -> None:
         """A copy, if it is one, for whose int8 value the value itself may stand: a write to either is one to both."""
         mine = _storage(tensor)
@@ -141,6 +156,14 @@ class Values:
         if mine is not None and held is not None and held != mine:
             own, others = self._by_storage[mine], self._by_storage[held]
             self._by_storage[mine], self._by_storage[held] = own + others, others + own
+
+    def _ask_layout(self, tensor: Tensor) -> None:
+        """The user's code asks how a value lies in memory."""
+        self.record.goes_by_layout()
+        value: Value | None = self._value(tensor)
+        while value is not None:
+            value.layout_asked = True
+            value = None if value.origin is None else self.record.values[value.origin]
 
     def _same_value(self, source: Any, output: Any) -> None:
         """Identity and dropout in eval may return a new object for the same value."""

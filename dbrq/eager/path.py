@@ -172,9 +172,35 @@ class Frame:
                 return self.hooks[self.start]
         return None
 
+    def unrecorded(self, op: str, leaf: str | None) -> None:
+        """``op`` runs in float, since no recorded path has it here."""
+        self.state.unrecorded(op, leaf)
+
     def finish(self) -> None:
         """The forward is over; in strict models it must have ended where a recorded path does."""
         left = self.index != len(self.hooks)
         if (left or self.hooks is not self.known.usual) and self.state.token.strict:
             last = self.hooks[self.index - 1].op if self.index else None
             self.state.check_end(last, self.hooks[self.index].op if left else None)
+
+
+class FloatFrame(Frame):
+    """One call of one module in a run that is not in int8 at all."""
+
+    __slots__ = ()
+
+    def __init__(self, state: PathState, known: Hooks, lenient: bool = False) -> None:
+        super().__init__(state, known, lenient)
+        self.hooks = []
+
+    def leaf(self, row: OpRow, path: str) -> Hook | None:
+        return None
+
+    def function(self, row: OpRow, bound: list[Any] | None) -> Hook | None:
+        return None
+
+    def unrecorded(self, op: str, leaf: str | None) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

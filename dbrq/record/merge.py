@@ -85,6 +85,9 @@ class Joined:
         self._join_computed(comparable)
         for path, calls in run.calls.items():
             self._count_paths(path, calls)
+        for name, layout in run.layouts.items():
+            self.record.layouts.setdefault(name, layout)
+        self.record.by_layout = self.record.by_layout or run.by_layout
         for place, numbers in run.numbers.items():
             self.record.numbers.setdefault(place, set()).update(numbers)
 
@@ -170,7 +173,7 @@ class Joined:
         origin = None if value.origin is None else self.values[value.origin]
         self.record.values[vid] = Value(
             self._info(value.info), producer, [], value.is_input, value.is_output, value.aliased_mutation,
-            origin, value.parameter,
+            value.layout_asked, origin, value.parameter,
         )  # fmt: skip
         self.changed = True
         return vid
@@ -183,7 +186,7 @@ class Joined:
         return self.values.get(tag) if isinstance(tag, int) else tag
 
     def _note(self, known: Value, seen: Value) -> None:
-        for name in ("is_output", "aliased_mutation"):
+        for name in ("is_output", "aliased_mutation", "layout_asked"):
             if getattr(seen, name) and not getattr(known, name):
                 setattr(known, name, True)
                 self.changed = True

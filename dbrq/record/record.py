@@ -225,8 +225,14 @@ class Value:
     is_input: bool = False
     is_output: bool = False
     aliased_mutation: bool = False
+    layout_asked: bool = False  # forward asks how it lies in memory, so it must lie as in the float model
     origin: int | None = None  # for what only moves elements: the value they come from
     parameter: tuple[str, str] | None = None  # where it is registered, for parameters, buffers and views of them
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether forward would notice if something else stood for it."""
+        return self.aliased_mutation or self.layout_asked
 
 
 @dataclass(eq=False)
@@ -300,6 +306,10 @@ class Record:
         computed: (path, name) of each computed weight -> how the latest run computed it.
         varying: those of them that are not the same in every run -> why.
         default_recipe: whether the user left the choice of qconfigs to dbrq.
+        layouts: (path of the outermost module, argument, number) of what was given -> how it lay in memory, the first
+            time (``layout_of``).
+        by_layout: a line of the user's code that may do something else for inputs that lie in memory in another way;
+            "" if there is none.
         parameter_names: canonical (path, name) of each parameter -> all the places it is registered.
     """
 
@@ -313,6 +323,12 @@ class Record:
     varying: dict[tuple[str, str], str] = field(default_factory=dict)
     default_recipe: bool = False
     numbers: dict[tuple[str, int], set[Any]] = field(default_factory=dict)
+    layouts: dict[tuple[str, str, int], tuple | None] = field(default_factory=dict)
+    by_layout: str = ""
+
+    def goes_by_layout(self) -> None:
+        """The user's code did what depends on how values lie in memory."""
+        self.by_layout = self.by_layout or user_line()
 
     def read(self, counts: Counter[str], number: Any) -> None:
         """The user's code read a number out of a tensor. ``counts``: how often each line did in this run."""

@@ -637,6 +637,12 @@ def view_write(d: Draft) -> None:
         f"{view}[...] = 1.0", f"{view}[0] = 0.25", f"F.relu({view}, inplace=True)", f"{view}.copy_({view} * 2)",
         f"{view}.sub_({view}.mean())", f"{view}.masked_fill_({view} > 0, 0.1)", f"{view}.exp_()",
         f"torch.relu_({view})", f"F.leaky_relu_({view}, 0.1)", f"F.hardtanh_({view}, -0.5, 0.5)", f"{view} += 1",
+        f"F.threshold({view}, 0.1, 0.0, inplace=True)", f"F.celu({view}, inplace=True)",
+        f"nn.init.constant_({view}, 0.3)",
+        f"F.selu({view}, inplace=True)", f"torch.mul({view}, 2, out={view})",
+        f"F.rrelu({view}, 0.2, 0.2, inplace=True)",
+        f"torch.max({view}, 0, out=({view}[0], torch.zeros_like({view}[0], dtype=torch.long)))",
+        f"F.dropout({view}, 1.0, True, True)", f"torch.nan_to_num({view} * 2, out={view})",
     ))  # fmt: skip
     if d.chance(0.7):
         d.let(d.choose(f"{x} * 1.0", f"F.relu({x})", f"{x} + {x}", f"{x}.clone()", f"{x}"))
@@ -676,6 +682,64 @@ def layer_then_view_write(d: Draft) -> None:
         d.do(f"{view}.mul_(0.5)")
         y = d.let(f"{layer}({x})")
     d.let(f"{y} + {x}")
+
+
+@rule(3)
+def setting_of_the_call(d: Draft) -> None:
+    """A layer whose weight, bias, statistics or settings the batch size decides: other calls compute something else."""
+    x = d.pick(where=lambda v: v.dim() in (2, 3, 4, 5))
+    shape = d.shape(x)
+    c, w, n = shape[1], shape[-1], len(shape) - 2
+    odd = f"{d.parameters[0]}.shape[0] % 2"
+
+    def either(*options: str) -> str:
+        return f"({', '.join(options)})[{odd}]"
+
+    kind = d.choose("weight", "bias", "norm", "layer", "module", "function", "function")
+    if kind == "weight":
+        weights = [d.parameter(f"torch.randn(6, {w}) * 0.3") for _ in range(2)]
+        d.let(f"F.linear({x}, {either(*weights)})")
+    elif kind == "bias":
+        biases = [d.parameter(f"torch.randn({c}) * 2"), d.choose("None", d.parameter(f"torch.randn({c}) * 2"))]
+        d.rng.shuffle(biases)
+        if n:
+            weight = d.parameter(f"torch.randn({c}, {c}{', 1' * n}) * 0.3")
+            d.let(f"F.conv{n}d({x}, {weight}, {either(*biases)})")
+        else:
+            d.let(f"F.linear({x}, {d.parameter(f'torch.randn({c}, {c}) * 0.3')}, {either(*biases)})")
+    elif kind == "norm":
+        means, var = [d.buffer(f"torch.randn({c})") for _ in range(2)], d.buffer(f"torch.rand({c}) + 0.5")
+        d.let(f"F.batch_norm({x}, {either(*means)}, {var}, eps={either('1e-5', '2.0')})")
+    elif kind == "layer":
+        layers = [d.module(f"Linear({w}, 6)"), d.module(f"Linear({w}, 6, bias=False)")]
+        d.let(f"{either(*layers)}({x})")
+    elif kind == "module":
+        made, name, options = d.rng.choice([
+            (f"LayerNorm({w})", "eps", ("1e-5", "2.0")), ("LeakyReLU(0.1)", "negative_slope", ("0.1", "0.9")),
+            ("Hardtanh()", "max_val", ("1.0", "0.25")), ("ELU()", "alpha", ("1.0", "0.1")),
+            ("Softmax(1)", "dim", ("1", "-1")),
+            (f"GroupNorm(1, {c})", "eps", ("1e-5", "2.0")),
+            (f"Linear({w}, {w})", "bias", ("None", d.parameter(f"torch.randn({w})"))),
+        ] + [
+            (f"Conv{n}d({c}, 4, 3, padding=1)", "padding", (str((1,) * n), str((2,) * n))),
+            (f"Conv{n}d({c}, 4, 1)", "stride", (str((1,) * n), str((2,) * n))),
+            (f"MaxPool{n}d(2)", "stride", ("2", "1")), (f"BatchNorm{n}d({c})", "eps", ("1e-5", "2.0")),
+        ] * (n > 0))  # fmt: skip
+        layer = d.module(made)
+        d.do(f"{layer}.{name} = {either(*options)}")
+        d.let(f"{layer}({x})")
+    else:
+        y = d.like(x)
+        d.let(d.choose(
+            f"F.leaky_relu({x}, {either('0.1', '0.9')})", f"F.hardtanh({x}, -1.0, {either('1.0', '0.25')})",
+            f"F.softmax({x}, dim={either('1', '-1')})", f"{x}.clamp(max={either('0.2', '5.0')})",
+            f"torch.add({x}, {y}, alpha={either('1', '-2')})", f"{x} + {either('0.5', '3.0')}",
+            f"{x} * {either('0.5', '-3.0')}", f"F.elu({x}, {either('1.0', '0.1')})",
+            f"F.layer_norm({x}, ({w},), eps={either('1e-5', '2.0')})", f"{x}.mean({either('1', '-1')}, keepdim=True)",
+            f"F.gelu({x}, approximate={either(repr('none'), repr('tanh'))})", f"F.pad({x}, (1, {either('0', '2')}))",
+            f"torch.cat({either(f'[{x}, {y}]', f'[{y}, {x} * 3]')}, 1)", f"{either(x, y)} * 1.5",
+        ))  # fmt: skip
+    d.varying = True
 
 
 @rule(3)
@@ -977,7 +1041,15 @@ def _attempt(seed: int, rng: random.Random, without: Collection[str]) -> Program
         raise Unusable
     config = rng.choices(("static", "dynamic", "float"), (85, 9, 6))[0]
     program = Program(
-        seed, tuple(d.parameters), tuple(d.statements), _result(d), tuple(calls), config, d.random, d.stateful
+        seed,
+        tuple(d.parameters),
+        tuple(d.statements),
+        _result(d),
+        tuple(calls),
+        config,
+        d.random,
+        d.stateful,
+        d.varying,
     )
     with torch.no_grad():
         program.build()(*program.inputs(0))

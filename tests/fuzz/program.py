@@ -64,6 +64,7 @@ class Program:
         config: "static", "dynamic", or "float": not quantized, only lowered.
         random: whether it draws random numbers.
         stateful: whether it writes to its buffers.
+        varying: whether layers have other settings in calls of other sizes.
     """
 
     seed: int
@@ -74,6 +75,7 @@ class Program:
     config: str = "static"
     random: bool = False
     stateful: bool = False
+    varying: bool = False
 
     @property
     def rules(self) -> list[str]:
@@ -92,7 +94,7 @@ class Program:
     def script(self) -> str:
         """A script that shows what each backend makes of it."""
         calls = ",\n    ".join(f"lambda: ({', '.join(call)},)" for call in self.calls)
-        head = f"# config: {self.config}; random: {self.random}; stateful: {self.stateful}\n"
+        head = f"# config: {self.config}; random: {self.random}; stateful: {self.stateful}; varying: {self.varying}\n"
         return f"{head}{HEADER}\n\n{self.source()}\n\nSEED = {self.seed}\nCALLS = [\n    {calls},\n]\n"
 
     def build(self) -> nn.Module:
@@ -152,7 +154,7 @@ class Draft:
         self.names: list[str] = []
         self.parameters: list[str] = []
         self.statements: list[Statement] = []
-        self.random = self.stateful = False
+        self.random = self.stateful = self.varying = False
         self._init: list[str] = []
         self._lines: list[str] = []
         self._made: list[str] = []
@@ -248,7 +250,7 @@ class Draft:
         """Apply a rule; False if torch rejects what it wrote."""
         known = len(self.names)
         self._init, self._lines, self._made = [], [], []
-        flags = self.random, self.stateful
+        flags = self.random, self.stateful, self.varying
         try:
             with torch.no_grad():
                 rule(self)
@@ -262,7 +264,7 @@ class Draft:
             self.statements.append(Statement(rule.__name__, tuple(self._init), tuple(self._lines), tuple(self._made)))
             return True
         del self.names[known:]
-        self.random, self.stateful = flags
+        self.random, self.stateful, self.varying = flags
         return False
 
     def _usable(self) -> bool:
