@@ -311,8 +311,8 @@ class RunCall(TorchFunctionMode):
                 return args[0] if args else next(iter(kwargs.values()))
             with without_function_modes():
                 output = self._unseen(intercepted, args, kwargs)
-                if row is None:  # not looked into: all its outputs are its own
-                    name = type(intercepted.module).__name__
+                if row is None or row.role is Role.PASS:  # not looked into, or it drops: its outputs are its own
+                    name = type(intercepted.module).__name__ if row is None else row.name
                     given = list(tree_leaves((args, kwargs)))
                     for leaf in tree_leaves(output):
                         if type(leaf) is Tensor and not any(leaf is g for g in given):
@@ -356,9 +356,9 @@ class RunCall(TorchFunctionMode):
         if spelling is None:
             return self._other(func, args, kwargs)
         row = spelling.row
-        if row.role is Role.PASS:
+        if views.only_moves(func, row, args, kwargs):
             return self._pass(func, row, args, kwargs)
-        if row.role is Role.FLOAT or not has_float(args, kwargs):
+        if row.role in (Role.PASS, Role.FLOAT) or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
         frame = self.frame
         assert frame is not None

@@ -320,6 +320,11 @@ _MOVES = [
     "unsafe_split",
     "unfold",
 ]
+#: Those of them, and ``pad``, whose result may lack elements, however many it has.
+PARTS = frozenset(
+    ("narrow", "select", "__getitem__", "chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit",
+     "unbind", "index_select", "diagonal", "unsafe_chunk", "unsafe_split", "unfold", "pad")
+)  # fmt: skip
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 _PASS = [
@@ -472,6 +477,11 @@ def is_torch_leaf(module: nn.Module) -> bool:
 def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:
     """Whether the arguments of a call say ``inplace=True``."""
     return "inplace" in row.names and bool(bound[row.names.index("inplace")])
+
+
+def drops(row: OpRow, bound: Sequence[Any]) -> bool:
+    """Whether a call is a dropout that drops: what is left is larger than what was given."""
+    return row.name in DROPOUTS and bool(bound[1] and bound[2])
 
 
 def function_name(func: Callable) -> str:

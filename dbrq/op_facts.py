@@ -139,6 +139,19 @@ def is_pure(function: Callable) -> bool:
     return bool(arguments) and all(a.alias_info is None for a in arguments)
 
 
+@functools.lru_cache(maxsize=4096)
+def may_write(function: Callable) -> bool:
+    """Whether a call of ``function`` may write to what it is given. Functions in Python may.
+
+    >>> may_write(torch.Tensor.add_), may_write(torch.add), may_write(torch.Tensor.view)
+    (True, False, False)
+    """
+    if isinstance(function, types.FunctionType) or mutates(function):
+        return True
+    arguments = [a for op in _overloads(function) for a in schema_of(op).arguments if a.name != "out"]
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+
+
 # Watching what runs
 
 

@@ -1,4 +1,4 @@
-"""Code that goes by how values lie in memory: writes to what ``flatten`` or ``contiguous`` gave, strides, ``as_strided``.
+"""Code that goes by how values lie in memory: writes to what ``flatten`` or ``contiguous`` gave, strides.
 
 Int8 values lie as their kernels have it, so inputs in another layout than calibration's run in float, with a warning.
 """

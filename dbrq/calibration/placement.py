@@ -26,7 +26,7 @@ import torch
 from torch.ao.quantization import QConfig
 
 from ..fusion import find_chains, step_of
-from ..mappings import Role
+from ..mappings import PARTS, Role
 from ..record.record import Decision, Read, Record, SeenOp, Step, Tag
 from .families import Families, root_of
 from .qconfigs import kind, symmetric_weight
@@ -150,9 +150,7 @@ class Placement:
         return op.row.role is Role.COMPUTE and op.row.name != "matmul" and all(constant)
 
     def _weight_problem(self, op: SeenOp) -> str:
-        if op.weight is None or not op.weight.computed:
-            return op.weight_problem
-        return self.record.varying.get(op.weight.key, "")
+        return op.weight_problem or ("" if op.weight is None else self.record.varying.get(op.weight.key, ""))
 
     def _find_weight_makers(self) -> set[int]:
         """Ops all of whose results are weights computed in forward, or go into those: they are int8 themselves."""
@@ -407,12 +405,21 @@ class Placement:
                 source = self._source(vid)
                 producer = self.record.values[source].producer
                 made = producer is not None and producer.row.role is Role.SHARE and id(producer) in self.soft
-                whole = self._size(vid) >= self._size(source)  # not a slice
+                whole = self._holds_all(vid, source)
                 found[op, vid] = Observation(self.key(vid), source, whole, made)
         return found
 
-    def _size(self, vid: int) -> int:
-        return math.prod(self.record.values[vid].info.shape)
+    def _holds_all(self, vid: int, source: int) -> bool:
+        """Whether a value has every element of ``source``, which it was moved from."""
+        values = self.record.values
+        while vid != source:
+            op, origin = values[vid].producer, values[vid].origin
+            if op is None or origin is None or op.row.name in PARTS:
+                return False
+            if math.prod(values[vid].info.shape) < math.prod(values[origin].info.shape):
+                return False
+            vid = origin
+        return True
 
     def _source(self, vid: int) -> int:
         """What a value was moved from, as integers; itself if it was not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..mappings import (
     OpRow,
     Role,
     asks_inplace,
+    drops,
     function_name,
     is_torch_leaf,
     leaf_row,
@@ -43,9 +44,11 @@ from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
 from ..tensors import Versions, layout_of, unmarked
+from .originals import Originals
 from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
 from .values import Observer, Values, _storage
 
+_NOTHING: dict[int, Tensor] = {}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -63,12 +66,16 @@ def watch(
     stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
     _check_copied((args, kwargs))
     args, kwargs = copy.deepcopy((args, kwargs))
+    originals = Originals(model.parameters())
     with torch.no_grad(), random_state_kept():
         args, kwargs = as_forward_sees(stand_in, args, kwargs)
-        run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), on_op=on_op)
+        run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), originals=originals, on_op=on_op)
         for path, module in stand_in.named_modules():
             intercept(module, path, run, tuple(opaque))
-        run.run(stand_in.__dict__["forward"], args, kwargs)
+        try:
+            run.run(stand_in.__dict__["forward"], args, kwargs)
+        finally:
+            originals.restore()
     return run.record
 
 
@@ -132,10 +139,11 @@ class Watch(Values, TorchFunctionMode):
         modules: dict[str, nn.Module],
         token: Any = None,
         observing: Observer | None = None,
+        originals: Originals | None = None,
         on_op: Callable | None = None,
     ) -> None:
         super().__init__(modules, observing)
-        self.on_op = on_op
+        self.on_op, self.originals = on_op, originals
         self.lines: Counter[str] = Counter()
         self.token = self if token is None else token
         self.slow = True  # every module call comes to enter
@@ -159,7 +167,7 @@ class Watch(Values, TorchFunctionMode):
                 with without_function_modes():
                     for leaf in tree_leaves(output):
                         if isinstance(leaf, Tensor):
-                            self._value(leaf).is_output = True
+                            self._returns(self._value(leaf))
                     self._find_varying()
                 return tree_map(unmarked, output)
         finally:
@@ -172,6 +180,11 @@ class Watch(Values, TorchFunctionMode):
         self.record.layouts.setdefault(name[:3], layout_of(tensor))
         self._as_input(value)
         self._name(name, value)
+
+    def _returns(self, value: Value) -> None:
+        value.is_output = True
+        if value.info.id in self._doubtful:
+            self.record.goes_by_layout()
 
     def _as_input(self, value: Value) -> None:
         info = value.info
@@ -260,13 +273,16 @@ class Watch(Values, TorchFunctionMode):
         row = intercepted.row
         assert row is not None
         with without_function_modes():
-            bound = bind_leaf(intercepted, args, kwargs)
-            started = self._start(row, row.name, (args, kwargs), bound, intercepted)
+            bound, op = bind_leaf(intercepted, args, kwargs), row.name
+            row = OTHER if drops(row, bound) else row
+            started = self._start(row, op, (args, kwargs), bound, intercepted)
+            if self.originals is not None and row.role is Role.EMBEDDING:
+                self.originals.keep([bound[1]] if bound[3] is not None else ())  # max_norm
             stashed, output = self._run(started, row, bound, lambda: intercepted.original(*args, **kwargs))
             if row.role is Role.PASS:
                 self._same_value(bound[0], output)
             name = type(intercepted.module).__name__
-            seen = self._see(started, row, row.name, name, args, kwargs, output, bound, intercepted)
+            seen = self._see(started, row, op, name, args, kwargs, output, bound, intercepted)
             self._keep(seen, stashed)
         return output
 
@@ -284,6 +300,8 @@ class Watch(Values, TorchFunctionMode):
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
         bound = spelling.bind(args, kwargs) if spelling else []
+        if drops(row, bound):
+            row, bound = OTHER, []
         name = function_name(func)
         if name in BY_MEMORY:
             self.record.goes_by_layout()
@@ -293,21 +311,22 @@ class Watch(Values, TorchFunctionMode):
             self._log("%s::%s.__torch_function__ start", row.name)
         looked_at = [] if is_pure(func) else [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         versions = Versions(looked_at)
+        kept = self.originals.before(func, (args, kwargs)) if self.originals is not None else ()
         stashed, output = self._run(started, row, bound, lambda: func(*args, **kwargs), inplace)
         if started.hooked:
             self._log("%s::%s.__torch_function__ end", row.name)
         if func in READS_NUMBER:
             self.record.read(self.lines, output)
-        if row.name in DROPOUTS and not (bound[2] and bound[1]):
+        if row.name in DROPOUTS:
             self._same_value(bound[0], output)
-        written = kwargs.get("out")
-        if written is None and args and mutates(func):
-            written = args[0]
-        if written is None and not (bound and asks_inplace(row, bound)):
-            written = next(iter(versions.written()), None)
-        seen = self._see(started, row, name, spelled_name(func), args, kwargs, output, bound, self.leaf, written)
+        target = kwargs.get("out", args[0] if args and mutates(func) else None)
+        written = {id(t): t for t in (*tree_leaves(target), *versions.written()) if isinstance(t, Tensor)}
+        if self.originals is not None:
+            self.originals.after(kept, written.values())
+        spelled = spelled_name(func)
+        seen = self._see(started, row, name, spelled, args, kwargs, output, bound, self.leaf, written, target)
         self._keep(seen, stashed)
-        if not seen.inplace and written is None:
+        if not seen.inplace and not written:
             for tensor, how in computed(func, args, kwargs, output, self._source):
                 self._made_of_parameters[self._value(tensor).info.id] = how
         return output
@@ -347,6 +366,8 @@ class Watch(Values, TorchFunctionMode):
         frame = self.frame
         assert frame is not None
         inputs = self._infos(given)
+        if any(info.id in self._doubtful for info in inputs):
+            self.record.goes_by_layout()
         is_module = module is not None and module.row is row
         hooked = (
             frame.call is not None
@@ -380,7 +401,8 @@ class Watch(Values, TorchFunctionMode):
         output: Any,
         bound: Sequence[Any] = (),
         module: InterceptedForward | None = None,
-        written: Any = None,
+        written: Mapping[int, Tensor] = _NOTHING,
+        target: Any = None,
     ) -> SeenOp:
         frame = self.frame
         assert frame is not None
@@ -412,16 +434,15 @@ class Watch(Values, TorchFunctionMode):
             given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
             seen.outputs = tuple(self._moved(seen, t, inputs, given).info for t in tensors)
         else:
-            seen.inplace = isinstance(written, Tensor) or (bool(bound) and asks_inplace(row, bound))
+            seen.inplace = bool(written) or (bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
             if not seen.inplace:  # some functions return what they were given
                 seen.outputs = tuple(
                     (self._value(t) if id(t) in same else self._new(t, tag, seen)).info for t in tensors
                 )
             else:
-                seen.outputs = tuple(self._made(seen, t, id(t) in same, tag).info for t in tensors)
-            if isinstance(written, Tensor) and id(written) not in {id(t) for t in tensors}:
-                self._made(seen, written, True, tag)
+                target = bound[0] if target is None and not written else target
+                seen.outputs = self._made_in_place(seen, tensors, written, target, same, tag)
         for vid in {i.id for i in inputs} - ({o.id for o in seen.outputs} if row.role is Role.PASS else set()):
             self.record.values[vid].readers.append(seen)
         if hooked:

@@ -79,7 +79,7 @@ class QuantizedModelToken(ModelToken):
         if intercepted.state is None:  # a leaf alone is no run
             return intercepted.original(*args, **kwargs)
         observing = Observing(self)
-        watch = Watch(self.modules, self, observing, active.log)
+        watch = Watch(self.modules, self, observing, on_op=active.log)
         output = watch.run(intercepted, args, kwargs)
         with self.lock, torch.inference_mode(False):
             if not self._was_cast():  # else nothing can be learnt of it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +50,10 @@ class Values:
         self._by_storage: dict[int, list[tuple[weakref.ref, int]]] = defaultdict(list)
         self._modules = modules
         self._computed: dict[tuple[str, str], Tensor] = {}
+        self._written: set[tuple[str, str]] = set()  # parameters and buffers that forward writes to
         self._by_layout: set[int] = set()  # ids of values that are a view or a copy of another as layouts have it, ...
-        self._returned: set[int] = set()  # ... and of those that ``contiguous`` returned as they were
+        self._returned: set[int] = set()  # ... of those that ``contiguous`` returned as they were, ...
+        self._doubtful: set[int] = set()  # ... and of those to which a write came or did not, as layouts have it
         self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
         self._parameters = self._find_parameters()
         self._first = {(path, name): p for path, module in modules.items() for name, p in module._parameters.items()}
@@ -87,28 +89,52 @@ class Values:
         if self.observing is not None and (known := self.observing.record.named.get(name)) is not None:
             self.joined[value.info.id] = known
 
-    def _made(self, seen: SeenOp, tensor: Tensor, same_object: bool, tag: Tag) -> Value:
-        """The value an op made; if it wrote to one it was given, whoever shares its memory stays float."""
-        if not same_object:
-            return self._new(tensor, tag, seen)
-        old = self._lookup(tensor)
-        storage = _storage(tensor)
+    def _made(self, seen: SeenOp, tensor: Tensor, same_object: bool, tag: Tag) -> list[TensorInfo]:
+        """What an op made. If it wrote to what it was given, that is another value from now on, and so is whatever
+        shares its memory; integers stand for none of them.
+        """
+        storage = _storage(tensor) if same_object else None
         if storage is None:
-            return self._new(tensor, tag, seen)
-        others = [
-            (ref, vid)
-            for ref, vid in self._by_storage[storage]
-            if vid != old and ref() is not None and ref() is not tensor
-        ]
-        value = self._new(tensor, tag, seen)
-        shared = bool(others) or storage in self._parameters or (old is not None and self._outlives(old))
+            return [self._new(tensor, tag, seen).info]
+        old = self._lookup(tensor)
+        entries = [(held, vid) for ref, vid in self._by_storage[storage] if (held := ref()) is not None]
+        others = [(held, vid) for held, vid in entries if held is not tensor]
         family = {vid for _, vid in others} | ({old} if old is not None else set())
-        if (shared and family & self._by_layout) or family & self._returned:
+        value = self._new(tensor, tag, seen)
+        if storage in self._parameters:
+            self._written.add(self._parameters[storage])
+        if old in self._returned:
             self.record.goes_by_layout()
-        if shared:
-            for vid in (*(vid for _, vid in others), value.info.id, *(() if old is None else (old,))):
-                self.record.values[vid].aliased_mutation = True
-        return value
+        if not (others or storage in self._parameters or (old is not None and self._outlives(old))):
+            return [value.info]
+        current = [(held, vid) for held, vid in others if vid == self._lookup(held)]
+        renewed = [self._renewed(seen, held, vid) for held, vid in current if not self.record.values[vid].info.constant]
+        for changed in (*family, value.info.id, *(info.id for info in renewed)):
+            self.record.values[changed].aliased_mutation = True
+        if family & (self._by_layout | self._returned):
+            self._doubtful |= {info.id for info in renewed}
+            if len(renewed) < len(current):
+                self.record.goes_by_layout()
+        return [value.info, *renewed]
+
+    def _made_in_place(
+        self, seen: SeenOp, outputs: list[Tensor], written: Mapping[int, Tensor], target: Any, given: set[int], tag: Tag
+    ) -> tuple[TensorInfo, ...]:
+        """What an op returned and what it wrote to, then whatever shares memory with these.
+
+        In a run of a converted model only the target of a write changes its maker.
+        """
+        returned = {id(t) for t in outputs}
+        made = []
+        for t in (*outputs, *(t for t in written.values() if id(t) not in returned)):
+            is_given = id(t) in given
+            aside = is_given and t is not target and not seen.hooked
+            made.append(self._made(seen, t, is_given, self._value(t).info.tag or tag if aside else tag))
+        return (*(infos[0] for infos in made), *(info for infos in made for info in infos[1:]))
+
+    def _renewed(self, seen: SeenOp, tensor: Tensor, before: int) -> TensorInfo:
+        """What a tensor holds after a write to its memory: to whoever reads it, the same op made it as before."""
+        return self._new(tensor, self.record.values[before].info.tag, seen).info
 
     def _outlives(self, vid: int) -> bool:
         """Whether the memory of a value belongs to the caller: inputs and what is only moved from them."""
@@ -266,17 +292,20 @@ class Values:
         )
 
     def _find_varying(self) -> None:
-        """Weights computed from what forward changes are others in the next run."""
+        """Weights that forward changes, or computes from what it changes, are others in the next run."""
+        now = {key: _identity(self._registered(key)) for key in self._before}
+        changed = self._written | {key for key, before in self._before.items() if now[key] != before}
+        for key in changed:
+            self.record.varying[key] = "forward changes its weight"
         for key, how in self.record.computed.items():
-            now = {ref.key: _identity(self._registered(ref.key)) for ref in how.sources}
-            if any(self._before.get(source, identity) != identity for source, identity in now.items()):
+            if any(ref.key in changed for ref in how.sources):
                 self.record.varying[key] = "its weight is computed in forward, from buffers that forward changes"
 
 
-def _identity(tensor: Tensor | None) -> tuple[int, int] | None:
+def _identity(tensor: Tensor | None) -> tuple[int, int, int | None] | None:
     if tensor is None:
         return None
-    return id(tensor), version_of(tensor)
+    return id(tensor), version_of(tensor), _storage(tensor)
 
 
 def _storage(tensor: Tensor) -> int | None:

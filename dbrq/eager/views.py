@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import op_facts
 from ..kernels import pad_mode
-from ..mappings import DROPOUTS, FUNCTIONS, OpRow
+from ..mappings import DROPOUTS, FUNCTIONS, OpRow, Role, drops
 from ..op_facts import may_alias
 from ..pytree import tree_map
 from ..tensors import Int8Tensor, Int8Weight, Lazy
@@ -28,13 +28,18 @@ RESHAPED: dict[str, Callable] = {
 }
 
 
+def only_moves(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
+    """Whether a call moves elements and does nothing else: a dropout that drops does."""
+    return row.role is Role.PASS and not (row.name in DROPOUTS and drops(row, FUNCTIONS[func].bind(args, kwargs)))
+
+
 def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
     """Whether ``func`` on an int8 value gives elements of that value, which its qparams fit."""
     if row.name == "to":
         return _keeps_float32(func, args, kwargs)
     bound = FUNCTIONS[func].bind(args, kwargs)
     if row.name in DROPOUTS:
-        return not (bound[2] and bound[1])
+        return not drops(row, bound)
     if row.name == "pad":  # only zero is sure to be representable
         return bound[2] != "constant" or not bound[3]
     return not (row.name == "view" and names_dtype(args, kwargs))

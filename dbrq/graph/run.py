@@ -30,7 +30,7 @@ from ..errors import DeviationError, RewriteError
 from ..kernels import QParams, along, ints
 from ..kernels.known_faults import plain_dilation
 from ..kernels.script.recurrent import recurrent
-from ..mappings import FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name
+from ..mappings import DROPOUTS, FUNCTIONS, OpRow, Role, Spelling, asks_inplace, function_name
 from ..op_facts import reads_values, writes
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, user_line
@@ -43,6 +43,7 @@ from .signature import Inputs
 from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor
 from .torchscript_form import holdable, name_of, scriptable
 
+_UNHOOKED = (Role.PASS, Role.FLOAT)
 _SAME = views.SAME | {"to", "clone", "detach", "data"}
 
 
@@ -183,9 +184,9 @@ class GraphRun(RunCall):
         if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
             return self._looked_into(func, types, args, kwargs)
         spelling = FUNCTIONS.get(func)
-        if spelling is not None and spelling.row.role is Role.PASS:
+        if spelling is not None and views.only_moves(func, spelling.row, args, kwargs):
             return self._moved(func, spelling.row, args, kwargs)
-        if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
+        if self._plain or spelling is None or spelling.row.role in _UNHOOKED or not has_float(args, kwargs):
             return self._float(func, args, kwargs)
         assert self.frame is not None
         bound = spelling.bind(args, kwargs) if spelling.row.takes_weight else None
@@ -243,8 +244,7 @@ class GraphRun(RunCall):
         """An op that only moves elements: qparams pass through."""
         subject: Any = args[0] if args else kwargs.get("input")
         known = self.recorder.known(subject)
-        bound = FUNCTIONS[func].bind(args, kwargs)
-        if row.name in views.DROPOUTS and not (bound[2] and bound[1]):
+        if row.name in DROPOUTS:
             return subject
         if isinstance(subject, Int8Weight) and args:
             with without_function_modes():  # still a weight, for what multiplies with it

@@ -1,0 +1,239 @@
+"""What an audit found in calibration: ranges from before a write or from parts, and weights that forward changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_precision, rows, sqnr
+from torch import Tensor, nn
+
+import dbrq
+
+
+class Layers(nn.Module):
+    def __init__(self, code: Callable) -> None:
+        super().__init__()
+        self.code = code
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 12, 16, generator=generator) for _ in range(3)]
+
+
+def quantized(model: nn.Module, data: list) -> nn.Module:
+    prepared = dbrq.prepare(model.eval(), data[0])
+    dbrq.calibrate(prepared, data)
+    return dbrq.convert(prepared)
+
+
+def judged(code: Callable, data: list | None = None, least: float = 28) -> nn.Module:
+    """Converted and as near to float as 8 bits are, in each of its results."""
+    data = batches() if data is None else data
+    model = Layers(code).eval()
+    converted = quantized(model, data)
+    with torch.no_grad():
+        for item in data:
+            torch.manual_seed(2)
+            expected = model(copy.deepcopy(item))
+            torch.manual_seed(2)
+            for e, r in zip(expected, converted(copy.deepcopy(item)), strict=True):
+                assert sqnr(e, r) > least
+    return converted
+
+
+# Writes between two readers
+
+
+def first_row(h: Tensor) -> None:
+    h[:, :1].mul_(20)
+
+
+def view(h: Tensor) -> None:
+    v = h.unsqueeze(1)
+    v += 60
+
+
+def flat(h: Tensor) -> None:
+    h.view(-1)[:640] = 50
+
+
+def one_by_one(h: Tensor) -> None:
+    for row in h:
+        row.mul_(20)
+
+
+def detached(h: Tensor) -> None:
+    h.detach().mul_(20)
+
+
+def out_of_a_view(h: Tensor) -> None:
+    torch.mul(h, 20, out=h[:])
+
+
+def together(h: Tensor) -> None:
+    torch._foreach_mul_([h, h.clone()], 20.0)
+
+
+@torch.library.custom_op("dbrq_tests::scale_both", mutates_args=("x", "y"))
+def scale_both(x: Tensor, y: Tensor) -> None:
+    x.mul_(2)
+    y.mul_(20)
+
+
+def second_argument(h: Tensor) -> None:
+    scale_both(torch.ones(3), h)
+
+
+WRITES = [first_row, view, flat, one_by_one, detached, out_of_a_view, together, second_argument]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_reads_a_value_after_a_write_has_a_range_of_its_own(write: Callable) -> None:
+    def code(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
+        h = m.a(x)
+        before = m.b(h)
+        write(h)
+        return before, m.c(h)
+
+    assert_precision(judged(code), "linear", "int8", 3)
+
+
+def test_a_value_that_grows_in_a_loop() -> None:
+    def code(m: Layers, x: Tensor) -> list[Tensor]:
+        h, made = m.a(x), []
+        for _ in range(3):
+            h[:, :].mul_(5)
+            made.append(m.b(h))
+        return made
+
+    judged(code)
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda h: h[:, :1].expand(-1, 12, -1),
+        lambda h: h[:, :1].repeat(1, 12, 1),
+        lambda h: h[:, [0] * 12],
+        lambda h: h.index_select(1, torch.zeros(12, dtype=torch.long)),
+        lambda h: torch.narrow(h, 1, 0, 1).tile(1, 12, 1),
+    ],
+)
+def test_a_part_that_is_repeated_says_nothing_of_the_whole(part: Callable) -> None:
+    def code(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
+        h = m.a(x)
+        m.b(part(h))
+        return (m.c(h),)
+
+    data = batches()
+    for item in data:
+        item[:, 0] *= 0.05
+    judged(code, data)
+
+
+def test_a_sum_with_a_repeated_part() -> None:
+    def code(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
+        h = m.a(x)
+        return (m.b(h[:, :1].expand(-1, 12, -1) + h),)
+
+    data = batches()
+    for item in data:
+        item[:, 0] *= 0.05
+    judged(code, data)
+
+
+def test_the_whole_in_another_order_is_observed_once() -> None:
+    class Counting(torch.ao.quantization.MinMaxObserver):
+        seen = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.seen += 1
+            return super().forward(x)
+
+    qconfig = torch.ao.quantization.QConfig(
+        Counting.with_args(dtype=torch.quint8), torch.ao.quantization.default_weight_observer
+    )
+    model = Layers(lambda m, x: m.b((h := m.a(x)).flip(1).reshape(-1, 16)).sum() + m.c(h).sum()).eval()
+    prepared = dbrq.prepare(model, batches()[0], qconfig)
+    prepared(batches()[0])
+    assert Counting.seen == 2  # of the input, and of h
+
+
+# Dropout that drops
+
+
+def test_what_dropout_leaves_is_larger() -> None:
+    def code(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
+        h = F.relu(m.a(x))
+        return m.b(h), m.c(F.dropout(h, 0.8, True))
+
+    judged(code)
+
+
+# Weights that forward changes
+
+
+def halved_buffer(m: Layers, x: Tensor) -> Tensor:
+    y = F.linear(F.relu(m.a(x)), m.fast)
+    m.fast.mul_(0.5)
+    return y
+
+
+def assigned_buffer(m: Layers, x: Tensor) -> Tensor:
+    y = F.linear(F.relu(m.a(x)), m.fast)
+    m.fast = m.fast * 0.5
+    return y
+
+
+def halved_weight(m: Layers, x: Tensor) -> Tensor:
+    y = m.b(F.relu(m.a(x)))
+    with torch.no_grad():
+        m.b.weight.mul_(0.5)
+        m.b.bias.mul_(0.5)
+    return y
+
+
+def renormed_weight(m: Layers, x: Tensor) -> Tensor:
+    m.b.weight.data = torch.renorm(m.b.weight.data, 2, 0, 0.9 * float(m.b.weight.data.norm(dim=1).max()))
+    return m.b(F.relu(m.a(x)))
+
+
+@pytest.mark.parametrize("code", [halved_buffer, assigned_buffer, halved_weight, renormed_weight])
+def test_weights_that_forward_changes_stay_float(code: Callable) -> None:
+    model = Layers(code).eval()
+    model.register_buffer("fast", torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
+    before = copy.deepcopy(model.state_dict())
+    x = batches()[0]
+    converted = quantized(model, [x])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model.load_state_dict(
+        {name: getattr(converted.get_submodule(path), leaf).detach().clone() if name in ("fast", "b.weight", "b.bias")
+         else before[name] for name in before for path, _, leaf in [name.rpartition(".")]}
+    )  # fmt: skip
+    with torch.no_grad():
+        for _ in range(4):
+            assert sqnr(model(x), converted(x)) > 28
+    reasons = [row.reason for row in rows(converted, "linear") if row.precision == "float"]
+    assert reasons == ["its weight is computed in forward, or is no parameter of the model"] or reasons == [
+        "forward changes its weight"
+    ]
+
+
+@pytest.mark.parametrize("embedding", [nn.Embedding(20, 16, max_norm=0.5), nn.EmbeddingBag(20, 16, max_norm=0.5)])
+def test_prepare_leaves_a_table_with_max_norm_as_it_is(embedding: nn.Module) -> None:
+    model = nn.Sequential(embedding, nn.Linear(16, 4)).eval()
+    before = copy.deepcopy(model.state_dict())
+    dbrq.prepare(model, torch.arange(20).reshape(4, 5))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
