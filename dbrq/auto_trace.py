@@ -36,7 +36,7 @@ from .eager.outside import look, shown
 from .eager.path import FloatFrame, Frame
 from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
-from .op_facts import is_pure, mutates, reads_values
+from .op_facts import is_pure, mutates, reads_values, target_of
 from .pytree import tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
@@ -406,18 +406,16 @@ class RunCall(TorchFunctionMode):
             if func.__name__ in outside.HANDS_OUT and isinstance(args[0], Int8Tensor):
                 return outside.call(func, args, kwargs, self.provenance)
             return func(*args, **kwargs)
-        written = kwargs.get("out")
-        if (mutates(func) and args) or isinstance(written, Tensor):
+        written = target_of(func, args, kwargs)
+        if written is not None:
             output = self.run_float(func, args, kwargs, mutates(func))
-            if written is None and args:
-                written = args[0]
             if type(written) is Tensor:
                 self.provenance.set_tag_of_any(written, function_name(func))
             elif isinstance(written, Int8Tensor):
                 written.tag = function_name(func)
             return output
         given = args
-        if written is not None or not is_pure(func):
+        if kwargs.get("out") is not None or not is_pure(func):
             output = outside.call(func, args, kwargs, self.provenance)
         else:
             if any(isinstance(a, (Lazy, list, tuple)) for a in args):

@@ -125,6 +125,23 @@ def mutates(function: Callable) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def _writes_to_others(function: Callable) -> bool:
+    """Whether schemas say that ``function`` writes to other arguments than its first."""
+    others = [a for op in _overloads(function) for a in schema_of(op).arguments[1:] if a.name != "out"]
+    return any(a.alias_info is not None and a.alias_info.is_write for a in others)
+
+
+def target_of(function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+    """The one tensor that a call writes to; None if it is none, or if only a look at all of them shows which."""
+    out = kwargs.get("out")
+    if isinstance(out, Tensor):
+        return out
+    if args and isinstance(args[0], Tensor) and mutates(function) and not _writes_to_others(function):
+        return args[0]
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
 def is_pure(function: Callable) -> bool:
     """Whether torch's schemas say that ``function`` writes to nothing and returns nothing that it was given.
 

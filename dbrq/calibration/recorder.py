@@ -38,7 +38,7 @@ from ..mappings import (
     is_torch_leaf,
     leaf_row,
 )
-from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, mutates, reads_values
+from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, reads_values, target_of
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
@@ -319,8 +319,8 @@ class Watch(Values, TorchFunctionMode):
             self.record.read(self.lines, output)
         if row.name in DROPOUTS:
             self._same_value(bound[0], output)
-        target = kwargs.get("out", args[0] if args and mutates(func) else None)
-        written = {id(t): t for t in (*tree_leaves(target), *versions.written()) if isinstance(t, Tensor)}
+        target = target_of(func, args, kwargs)
+        written = {id(t): t for t in (target, *versions.written()) if t is not None}
         if self.originals is not None:
             self.originals.after(kept, written.values())
         spelled = spelled_name(func)

@@ -122,13 +122,13 @@ class Values:
     ) -> tuple[TensorInfo, ...]:
         """What an op returned and what it wrote to, then whatever shares memory with these.
 
-        In a run of a converted model only the target of a write changes its maker.
+        In a run of a converted model only the target of a write changes its maker, if there is one.
         """
         returned = {id(t) for t in outputs}
         made = []
         for t in (*outputs, *(t for t in written.values() if id(t) not in returned)):
             is_given = id(t) in given
-            aside = is_given and t is not target and not seen.hooked
+            aside = is_given and target is not None and t is not target
             made.append(self._made(seen, t, is_given, self._value(t).info.tag or tag if aside else tag))
         return (*(infos[0] for infos in made), *(info for infos in made for info in infos[1:]))
 
