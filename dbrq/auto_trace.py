@@ -37,7 +37,7 @@ from .eager.path import FloatFrame, Frame
 from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import is_pure, mutates, reads_values, target_of
-from .pytree import tree_leaves, tree_map
+from .pytree import named_leaves, tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
 from .record.record import Record, Tag
@@ -180,12 +180,13 @@ class InterceptedForward:
         return tuple(p.name for p in self.__signature__.parameters.values() if p.kind in positional)
 
     def tensors_by_name(self, args: tuple, kwargs: dict) -> dict[str, list[Tensor]]:
-        """The tensors of a call, argument by argument, however it is spelled."""
+        """The tensors of a call under the names of arguments, and of what is in these, however it is spelled."""
         names = self.parameter_names
         given = dict(zip(names, args, strict=False))
         given.update({f"*{i}": value for i, value in enumerate(args[len(names) :])})
         given.update(kwargs)
-        return {name: [leaf for leaf in tree_leaves(v) if isinstance(leaf, Tensor)] for name, v in given.items()}
+        found = (each for name, value in given.items() for each in named_leaves(value, name))
+        return {name: [leaf] for name, leaf in found if isinstance(leaf, Tensor)}
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -81,6 +81,25 @@ def tree_leaves(tree: Any) -> Iterator[Any]:
     return iter(leaves)
 
 
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of ``tree``, in order, each with where it is: by keys and fields, not by how many come before it.
+
+    >>> list(named_leaves({"a": (1, None), "b": 2}, "x"))
+    [("x['a'][0]", 1), ("x['a'][1]", None), ("x['b']", 2)]
+    """
+    if isinstance(tree, (list, tuple)):
+        items = [(f"{name}[{number}]", item) for number, item in enumerate(tree)]
+    elif isinstance(tree, Mapping):
+        items = [(f"{name}[{key!r}]", item) for key, item in tree.items()]
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        items = [(f"{name}.{field.name}", getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+    else:
+        yield name, tree
+        return
+    for inner, item in items:
+        yield from named_leaves(item, inner)
+
+
 def call_arguments(example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> tuple[tuple, dict]:
     """What ``example_inputs`` means as a call: ``(args, kwargs)``.
 

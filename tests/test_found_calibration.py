@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_precision, rows, sqnr
+from helpers import assert_precision, rows, run, sqnr
 from torch import Tensor, nn
 
 import dbrq
@@ -40,13 +40,12 @@ def judged(code: Callable, data: list | None = None, least: float = 28) -> nn.Mo
     data = batches() if data is None else data
     model = Layers(code).eval()
     converted = quantized(model, data)
-    with torch.no_grad():
-        for item in data:
-            torch.manual_seed(2)
-            expected = model(copy.deepcopy(item))
-            torch.manual_seed(2)
-            for e, r in zip(expected, converted(copy.deepcopy(item)), strict=True):
-                assert sqnr(e, r) > least
+    for item in data:
+        torch.manual_seed(2)
+        expected = run(model, item)
+        torch.manual_seed(2)
+        for e, r in zip(expected, run(converted, item), strict=True):
+            assert sqnr(e, r) > least
     return converted
 
 
@@ -237,3 +236,22 @@ def test_prepare_leaves_a_table_with_max_norm_as_it_is(embedding: nn.Module) -> 
     before = copy.deepcopy(model.state_dict())
     dbrq.prepare(model, torch.arange(20).reshape(4, 5))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# Tensors inside of one argument
+
+
+def test_inputs_in_a_dict_are_told_apart_by_their_keys() -> None:
+    def code(m: Layers, d: dict[str, Tensor]) -> list[Tensor]:
+        return [layer(d[key]) for key, layer in (("small", m.a), ("large", m.b)) if key in d]
+
+    small, large = batches()[0] * 0.01, batches()[1] * 10
+    judged(code, [({"small": small, "large": large},), ({"large": large},), ({"large": large, "small": small},)], 35)
+
+
+def test_inputs_in_a_list_are_told_apart_by_their_places() -> None:
+    def code(m: Layers, xs: list[Tensor | None]) -> list[Tensor]:
+        return [layer(x) for x, layer in zip(xs, (m.a, m.b), strict=True) if x is not None]
+
+    small, large = batches()[0] * 0.01, batches()[1] * 10
+    judged(code, [([small, large],), ([None, large],), ([small, None],)], 35)

@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 from .._torch import unwrap_optional
 from ..auto_trace import InterceptedForward, RunCall
 from ..errors import RewriteError
-from ..pytree import tree_leaves, tree_map
+from ..pytree import named_leaves, tree_leaves, tree_map
 from ..record.record import Tag
 from .recorder import GraphRecorder
 from .symbols import Traced, traced
@@ -134,8 +134,8 @@ class Inputs:
 
     def _value(self, node: fx.Node, value: Any, name: str, key: str) -> Any:
         """The value as the run gets it: tensors known by their nodes, ints traced, anything else asserted."""
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        tags = iter(self.tags_of(key, tensors))
+        named = [(where, leaf) for where, leaf in named_leaves(value, key) if isinstance(leaf, Tensor)]
+        tags = iter([tag for where, leaf in named for tag in self.tags_of(where, [leaf])])
         return self._walk(node, value, name, tags)
 
     def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> Any:
