@@ -41,7 +41,7 @@ from .pytree import named_leaves, tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
 from .record.record import Record, Tag
-from .tensors import UNSURE, Int8Tensor, Lazy, Provenance, current, plain, unmarked
+from .tensors import UNSURE, Int8Tensor, Int8Weight, Lazy, Provenance, current, plain, unmarked
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
@@ -449,6 +449,8 @@ class RunCall(TorchFunctionMode):
         if target is None and inplace and args:
             target = args[0]
         if not isinstance(target, Int8Tensor):
+            if isinstance(target, Int8Weight):
+                target.refuse_write(function_name(func))
             if target is not None:
                 self.provenance.written(target)
             return func(*tree_map(plain, args), **tree_map(plain, kwargs))

@@ -161,8 +161,12 @@ class Lazy(torch.Tensor):
         return func(*args, **kwargs)
 
     def _apply_in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        self.refuse_write(func)
+        return self
+
+    def refuse_write(self, by: object) -> None:
         raise QuantizationError(
-            f"{func} would change an int8 {type(self).__name__} in place",
+            f"{by} would change an int8 {type(self).__name__} in place",
             hint="clone it first, or change it before conversion",
         )
 
@@ -348,6 +352,20 @@ class Int8Weight(Lazy):
         assert int8 is not None
         return cls(owner, name, axis, geometry_of(int8.contiguous()), True)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # to torch's stubs it is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """A view of a weight is a weight, so that a write to it is refused and does not go to float elements that
+        nobody keeps.
+        """
+        weight, returns = args[0] if args else None, schema_of(func).returns
+        if isinstance(weight, Int8Weight) and returns and returns[0].alias_info is not None:
+            view = None if returns[0].alias_info.is_write else weight.moved(func, args[1:], kwargs or {})
+            if view is not None:
+                return view
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def _held(self, suffix: str) -> Tensor:
         """A buffer of the owner that the weight consists of."""
         held = self.owner._buffers[f"{self.parameter}_{suffix}"]
@@ -379,7 +397,8 @@ class Int8Weight(Lazy):
         storage = storage_id(stored.untyped_storage())
 
         def wrap(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and storage_id(leaf.untyped_storage()) == storage:
+            same = isinstance(leaf, Tensor) and storage_id(leaf.untyped_storage()) == storage
+            if same and leaf.dtype is stored.dtype:
                 return Int8Weight(self.owner, self.parameter, self.axis, geometry_of(leaf), False)
             raise _NotAView
 

@@ -255,3 +255,44 @@ def test_inputs_in_a_list_are_told_apart_by_their_places() -> None:
 
     small, large = batches()[0] * 0.01, batches()[1] * 10
     judged(code, [([small, large],), ([None, large],), ([small, None],)], 35)
+
+
+# Writes to int8 weights
+
+
+def in_forward(code: Callable) -> Callable:
+    def forward(m: Layers, x: Tensor, flag: bool = False) -> Tensor:
+        if flag:
+            code(m.b.weight)
+        return m.b(F.relu(m.a(x)))
+
+    return forward
+
+
+WEIGHT_WRITES = {
+    "init": lambda w: nn.init.zeros_(w),
+    "init of a part": lambda w: nn.init.zeros_(w[8:]),
+    "data": lambda w: w.data.zero_(),
+    "data of a part": lambda w: w[:8].data.zero_(),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "view": lambda w: w.t().add_(1),
+    "out": lambda w: torch.mul(w, 2, out=w[:]),
+    "row": lambda w: next(iter(w)).fill_(3),
+}
+
+
+@pytest.mark.parametrize("write", WEIGHT_WRITES.values(), ids=WEIGHT_WRITES)
+@torch.no_grad()
+def test_a_write_to_an_int8_weight_is_refused(write: Callable) -> None:
+    class Flagged(Layers):
+        def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+            return self.code(self, x, flag)
+
+    model = Flagged(in_forward(write)).eval()
+    converted = quantized(model, batches())
+    before = converted(batches()[0])
+    with pytest.raises(dbrq.QuantizationError, match="in place"):
+        converted(batches()[0], True)
+    with pytest.raises(dbrq.QuantizationError, match="in place"):
+        write(converted.b.weight)
+    assert torch.equal(converted(batches()[0]), before)

@@ -24,15 +24,19 @@ HANDS_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_
 def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> Any:
     """``func`` on plain tensors."""
     leaves = tree_leaves((args, kwargs))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Int8Weight)]
-    held = [leaf.float_value() if isinstance(leaf, Int8Tensor) else leaf for leaf in given]
+    given = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    held = [plain(leaf) for leaf in given]
+    stand_ins = {id(leaf): tensor for leaf, tensor in zip(given, held, strict=True)}
     versions = Versions(held)
-    output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    args, kwargs = tree_map(lambda leaf: stand_ins.get(id(leaf), leaf), (args, kwargs))
+    output = func(*args, **kwargs)
     name = function_name(func)
     shared = {memory_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
     changed = set(map(id, versions.written()))
     for leaf, tensor in zip(given, held, strict=True):
         written = id(tensor) in changed
+        if written and isinstance(leaf, Int8Weight):
+            leaf.refuse_write(name)
         if isinstance(leaf, Int8Tensor):
             if written:
                 leaf.become(tensor)
