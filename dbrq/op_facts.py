@@ -420,13 +420,16 @@ class Memory:
         return self.root(node) in self._of_inputs
 
     def written_between(self, first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
-        """Whether what a chain of nodes reads is written to between its ends; inputs may be views of each other."""
+        """Whether what a chain of nodes reads is written to between its ends; inputs may be views of each other and of
+        the model's own tensors.
+        """
         between = [node for node in self.writes if first < node < last]
         if not between:
             return False
         roots = {self.root(n) for n in read}
         for root in (self.root(n) for node in between for n in written(node)):
-            if root in roots or (root in self._of_inputs and roots & self._of_inputs):
+            others = self._of_inputs | self._held if root in self._of_inputs else set()
+            if root in roots or roots & (self._of_inputs if root in self._held else others):
                 return True
         return False
 

@@ -492,9 +492,8 @@ class GraphRun(RunCall):
         if not inplace or not isinstance(target, Tensor) or output is target:
             return output
         known = self.recorder.known(target)
-        if known is not None and known.is_input:  # the caller sees the change
+        if known is not None and known.is_input:  # the caller sees the change, and may change it through another name
             self.recorder.call(torch.Tensor.copy_, (target, output), {})
-        else:
-            self.recorder.execute(target.copy_, (output,), {})
-        self.recorder.alias(target, output)
-        return target
+            return self._with_tag(target, self.recorder.surely_known(output).tag)
+        self.recorder.execute(target.copy_, (output,), {})
+        return self.recorder.alias(target, output)

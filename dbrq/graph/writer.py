@@ -96,6 +96,7 @@ class GraphWriter:
         self._drawn_since = False
         self._strangers: dict[int, tuple[weakref.ref, str]] = {}
         self._state: set[int] = set()  # memory of the model's own tensors
+        self._inputs: set[int | None] = set()  # memory of the caller's tensors
         self._written: Counter[int | None] = Counter()  # memory that was written to, and how often
         self._varying: set[int | None] = set()  # memory that holds something else in each call, since it was written to
         self._executing = 0
@@ -142,6 +143,8 @@ class GraphWriter:
         """From now on ``tensor`` is what ``node`` computes."""
         known = self._known[id(tensor)] = Known(weakref.ref(tensor), node, **facts)
         self._strangers.pop(id(tensor), None)
+        if known.is_input:
+            self._inputs.add(memory_of(tensor))
         with without_function_modes():  # the run may be on its way, which would trace the sizes
             node.meta.setdefault("dtype", tensor.dtype)
             node.meta.setdefault("shape", tuple(tensor.shape))
@@ -232,8 +235,16 @@ class GraphWriter:
                 self._varying.add(memory)
 
     def writes_to(self, tensor: Tensor) -> int:
-        """How often the memory of ``tensor`` was written to."""
-        return self._written[memory_of(tensor)]
+        """How often the memory of ``tensor`` was written to, here or perhaps in another call: there, inputs may share
+        memory with each other and with the model's own tensors.
+        """
+        memory = memory_of(tensor)
+        same = {memory}
+        if memory in self._inputs:
+            same |= self._inputs | self._state
+        elif memory in self._state:
+            same |= self._inputs
+        return sum(count for written, count in self._written.items() if written in same)
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the elements of ``tensor`` depend on an input."""
