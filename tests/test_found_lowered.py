@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import dbrq
 
 PYTHON_BACKENDS = ("onednn", "torchscript")
+BACKENDS = ("onednn", "inductor", "torchscript")
 
 
 def sqnr(expected: torch.Tensor, got: torch.Tensor) -> float:
@@ -84,3 +86,86 @@ def test_writes_to_a_buffer_are_seen_through_an_input(backend):
     model.h.copy_(torch.randn(4, 8).clamp(-2, 2))
     lowered.h.copy_(model.h)
     assert sqnr(model(model.h)[1], lowered(lowered.h)[1]) > 28
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.l, self.e = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("h", torch.zeros(16, 4))
+
+    def forward(self, x):
+        self.h = self.h * 0.9 + self.e(torch.relu(self.l(self.n(x))))
+        return self.h * 1.0
+
+
+def _normed(backend):
+    x = torch.randn(16, 8)
+    quantized = dbrq.quantize(Normed().eval(), [x])
+    return x, quantized, dbrq.lower(quantized, x, backend=backend)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["itself", "inside another"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_weights_are_not_loaded_into_a_lowered_model(backend, outer):
+    x, _, lowered = _normed(backend)
+    _, _, other = _normed(backend)
+    before = copy.deepcopy(lowered)(x)
+    state = {k: v + 1 if v.is_floating_point() else v for k, v in other.state_dict().items()}
+    target = nn.Sequential(lowered) if outer else lowered
+    state = {f"0.{k}": v for k, v in state.items()} if outer else state
+    if backend == "torchscript":
+        assert set(lowered.state_dict()) == {"h"}  # in C++ and without dbrq there is nobody to raise
+        return
+    with pytest.raises(dbrq.QuantizationError, match="lower that again"):
+        target.load_state_dict(state)
+    with pytest.raises(dbrq.QuantizationError, match="lower that again"):
+        lowered.n.weight = nn.Parameter(torch.ones(8))
+    assert torch.equal(lowered(x), before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_is_loaded_into_a_lowered_model(backend, assign):
+    x, _, lowered = _normed(backend)
+    fresh, first = copy.deepcopy(lowered.state_dict()), lowered(x).clone()
+    lowered(x)
+    lowered.load_state_dict(fresh, assign=assign)
+    assert torch.equal(lowered(x), first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_assigned_state_takes_effect(backend):
+    x, quantized, lowered = _normed(backend)
+    for _ in range(2):
+        quantized(x), lowered(x)
+    zeros = torch.zeros(16, 4)
+    quantized.h = lowered.h = zeros
+    assert sqnr(quantized(x), lowered(x)) > 40
+    if backend != "torchscript":
+        assert not zeros.any()  # it was copied
+        lowered.h = torch.zeros(16, 5)
+        with pytest.raises(dbrq.QuantizationError, match="keeps its shape"):
+            lowered(x)
+        lowered(x)
+
+
+def test_a_copy_of_a_scripted_model_has_tensors_of_its_own():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c, self.n, self.l = nn.Conv2d(3, 8, 3), nn.LayerNorm(6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.l(self.n(self.c(x)))
+
+    x = torch.randn(1, 3, 8, 8)
+    lowered = dbrq.lower(dbrq.quantize(Net().eval(), [x]), x)
+    other = copy.deepcopy(lowered)
+    expected = lowered(x)
+    names = ("c.weight", "c.scale", "c.bias", "l.weight", "l.scale", "l.bias", "n.weight")
+    for name in names:
+        tensors = [operator.attrgetter(name)(model) for model in (lowered, other)]
+        assert tensors[0].data_ptr() != tensors[1].data_ptr(), name
+        tensors[1].zero_()
+    assert torch.equal(lowered(x), expected)

@@ -34,7 +34,7 @@ from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
-from .passes import fold_constants, sizes_of_integers
+from .passes import fold_constants, sizes_of_integers, written_attributes
 from .self_test import SelfTest, expected_outputs
 from .submodules import lower_parts
 
@@ -291,8 +291,20 @@ def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
     return [now(row) for row in report(quantized).rows]
 
 
+def _keep_to_state(module: nn.Module, written: frozenset[str]) -> None:
+    """Leave the tensors that calls write to in the state dict, and no others: what was made of those, packed weights
+    and folded bias, would not follow what is loaded.
+    """
+    for path, inner in module.named_modules():
+        for tensors in (inner._parameters, inner._buffers):
+            for name in [n for n in tensors if f"{path}.{n}".lstrip(".") not in written]:
+                tensor = tensors.pop(name)
+                inner.__dict__[name] = None if tensor is None else tensor.detach()
+
+
 def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModule:
     module = lowering.module
+    _keep_to_state(module, written_attributes(lowering.graph))
     module.dbrq_version = __version__  # type: ignore[assignment]  # torch's stubs know tensors and modules only
     module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]  # likewise
     try:

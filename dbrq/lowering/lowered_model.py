@@ -14,12 +14,36 @@ from torch import Tensor, fx, nn
 
 from .._torch import storage_id
 from ..calibration.surgery import random_state_kept
+from ..errors import QuantizationError
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
 from .graph_data import as_data
 
 
-class LoweredModel(nn.Module):
+class Held(nn.Module):
+    """A module of a lowered model's tree. What was made of its tensors, packed weights and plans, does not follow them:
+    only those that calls write to may be changed.
+    """
+
+    _fixed: frozenset[str] = frozenset()  # names of the tensors that stay
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed:
+            raise _fixed(name)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
+
+
+def _fixed(name: str) -> QuantizationError:
+    return QuantizationError(
+        "a lowered model keeps what it was lowered with; only the state that its calls write to can be changed",
+        got=f"another {name}", hint="load into the float or the converted model, and lower that again",
+    )  # fmt: skip
+
+
+class LoweredModel(Held):
     """A graph in a form that a backend runs. Copies and files keep the graph; what is made of it is made again.
 
     Float inputs may have any layout; outputs are new tensors that own their memory. Calls from several threads do not
@@ -60,7 +84,51 @@ class LoweredModel(nn.Module):
             ]
         )  # fmt: skip
         self._begin(**options)
+        self._hold()
         self.eval()
+
+    def _hold(self) -> None:
+        """Fix what calls do not write to, and know by heart what they do."""
+        self._assignable: list[tuple[dict[str, Any], str, Tensor]] = []
+        for path, module in self.named_modules():
+            names = {n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+            state = {n for n in names if f"{path}.{n}".lstrip(".") in self._written}
+            for name in sorted(state):
+                tensors: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+                self._assignable.append((tensors, name, tensors[name]))
+            if type(module) is nn.Module:
+                module.__class__ = Held
+            if isinstance(module, Held):
+                module.__dict__["_fixed"] = frozenset(names - state)
+
+    def take_assigned(self) -> None:
+        """Copy what was assigned to the state (``model.h = zeros``) to where calls read and write it.
+
+        Raises:
+            QuantizationError: it has another shape or dtype.
+        """
+        for tensors, name, held in self._assignable:
+            if (now := tensors.get(name)) is held:
+                continue
+            if not isinstance(now, Tensor) or now.shape != held.shape or now.dtype is not held.dtype:
+                got = f"{tuple(now.shape)}, {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
+                tensors[name] = held
+                raise QuantizationError(
+                    f"the state {name} of a lowered model keeps its shape and dtype",
+                    expected=f"{tuple(held.shape)}, {held.dtype}", got=got,
+                    hint="assign a tensor like it, or lower the converted model with this one",
+                )  # fmt: skip
+            with torch.no_grad():
+                held.copy_(now)
+            tensors[name] = held
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        for path, held in without_code(self).state_dict().items():  # before anything is loaded
+            given = state_dict.get(prefix + path)
+            same = given is None or path in self._written
+            if not same and not (isinstance(given, Tensor) and torch.equal(given, held)):
+                raise _fixed(path)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _begin(self, *args: Any, **options: Any) -> None:
         """Get ready to run, as far as that does not depend on inputs; sets ``_written``."""
@@ -96,6 +164,7 @@ class LoweredModel(nn.Module):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
+        self.take_assigned()
         result = self.plain(args)
         result = result if self._returned is None else self._returned(result)
         return without_gradient("", result, args) if torch.is_grad_enabled() else result

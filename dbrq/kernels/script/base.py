@@ -77,7 +77,8 @@ class Kernel(nn.Module):
 
     @torch.jit.export
     def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
-        self.weight, self.scale, self.bias, self.training = state
+        weight, scale, bias, self.training = state
+        self.weight, self.scale, self.bias = weight.clone(), scale.clone(), bias.clone()  # a copy's are its own
         self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
         self.packed = self.pack()
 

@@ -19,6 +19,8 @@ class Runs(Protocol):
 
     placeholders: list[fx.Node]
 
+    def take_assigned(self) -> None: ...
+
     def plain(self, inputs: list[Any]) -> Any: ...
 
 
@@ -39,6 +41,7 @@ def _run(number: int, inputs: list[Tensor]) -> list[Tensor]:
     model = _models.get(number)
     if model is None:
         raise OneDNNError("dbrq::run: the model is gone", hint="keep it as long as scripted graphs call it")
+    model.take_assigned()
     return [leaf for leaf in tree_leaves(model.plain(inputs)) if isinstance(leaf, Tensor)]
 
 
