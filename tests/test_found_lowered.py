@@ -169,3 +169,45 @@ def test_a_copy_of_a_scripted_model_has_tensors_of_its_own():
         assert tensors[0].data_ptr() != tensors[1].data_ptr(), name
         tensors[1].zero_()
     assert torch.equal(lowered(x), expected)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, z):
+        return self.l(z.real) + z.imag
+
+
+class WritesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(2.0)
+        return self.l(x)
+
+
+def test_onednn_reads_the_numbers_of_conjugates_and_negatives():
+    z = torch.randn(4, 16, dtype=torch.complex64)[:, ::2]
+    plain, negative = z.imag, z.conj().imag
+    quantized = dbrq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [torch.randn(4, 8) for _ in range(4)])
+    for inputs in ((plain, negative), (negative, plain)):
+        lowered = dbrq.lower(quantized, torch.randn(4, 8), backend="onednn")
+        for x in inputs:
+            torch.testing.assert_close(lowered(x), quantized(x))
+    quantized = dbrq.quantize(Complex().eval(), [z])
+    lowered = dbrq.lower(quantized, z, backend="onednn")
+    for x in (z, z.conj()):
+        torch.testing.assert_close(lowered(x), quantized(x))
+
+
+def test_onednn_writes_to_negatives():
+    quantized = dbrq.quantize(WritesInput().eval(), [torch.randn(2, 8) for _ in range(3)])
+    lowered = dbrq.lower(quantized, torch.randn(2, 8), backend="onednn")
+    z = torch.randn(2, 8, dtype=torch.complex64)
+    a, b = (z.clone().conj().imag for _ in range(2))
+    torch.testing.assert_close(lowered(b), quantized(a))
+    assert a.is_neg() and torch.equal(a, b)

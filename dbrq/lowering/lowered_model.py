@@ -164,7 +164,8 @@ class LoweredModel(Held):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        self.take_assigned()
+        if self._assignable:
+            self.take_assigned()
         result = self.plain(args)
         result = result if self._returned is None else self._returned(result)
         return without_gradient("", result, args) if torch.is_grad_enabled() else result

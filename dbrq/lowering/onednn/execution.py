@@ -219,7 +219,7 @@ class Instance:
         for tensor, taken in zip(inputs, self._inputs, strict=True):
             if taken is not None:
                 slot, pointers = taken
-                tensors[slot] = tensor = plainly(tensor)
+                tensors[slot] = tensor
                 if pointers:
                     address = tensor.data_ptr()
                     for handle, offset in pointers:

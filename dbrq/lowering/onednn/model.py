@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..._torch import assert_
 from ...calibration.surgery import random_state_kept
-from ...errors import OneDNNError
+from ...errors import DeviationError, OneDNNError
 from ...graph.located import at
 from ...graph.nodes import leaves, remove_dead, walk
 from ...op_facts import Memory, facts_of
@@ -35,7 +35,7 @@ from .library import library
 from .op import scriptable
 from .partitions import Partition
 from .segments import Segment, dynamic_nodes, known_dynamic, segments_of
-from .values import Value
+from .values import Value, plainly
 
 log = logging.getLogger("dbrq.lowering")
 
@@ -95,11 +95,41 @@ class OneDNNModel(LoweredModel):
 
     def plain(self, args: Sequence[Any]) -> Any:
         with torch.no_grad():
-            try:
-                return self._run(args)
-            except DynamicShapes:
-                self._find_dynamic(args)
-                return self._run(args)
+            for value in args:
+                if type(value) is not Tensor or value.is_conj() or value.is_neg():
+                    return self._on_plain_memory(args)
+            return self._planned(args)
+
+    def _planned(self, args: Sequence[Any]) -> Any:
+        try:
+            return self._run(args)
+        except DynamicShapes:
+            self._find_dynamic(args)
+            return self._run(args)
+
+    def _on_plain_memory(self, args: Sequence[Any]) -> Any:
+        """Run on copies of inputs whose memory does not hold their numbers, and write back what is written to them."""
+        inputs = self._plainly(args)
+        if inputs is args:
+            return self._planned(args)
+        result = self._planned(inputs)
+        if self.mutable:
+            for given, used in zip(leaves(list(args)), leaves(list(inputs)), strict=True):
+                if used is not given:
+                    given.detach().copy_(used)
+        return result
+
+    def _plainly(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Inputs whose memory holds their numbers, which is all that plans know."""
+        flat = leaves(list(args))
+        if not any(isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg()) for leaf in flat):
+            return args
+        if self.mutable and sharing(flat):
+            raise DeviationError(
+                "the graph writes to tensors, and inputs of this call share memory, one as the conjugate or negative",
+                expected="inputs that do not", got="inputs that do", hint="pass x.resolve_conj().resolve_neg()",
+            )  # fmt: skip
+        return [walk(lambda leaf: plainly(leaf) if isinstance(leaf, Tensor) else leaf, value) for value in args]
 
     def scriptable(self, *example_inputs: Any) -> fx.GraphModule:
         """A module for ``torch.jit.script`` or inside scripted modules, which calls this model as ``dbrq::run``.
@@ -123,11 +153,13 @@ class OneDNNModel(LoweredModel):
                 results = self._segment(part, values)
                 env.update(zip(part.outputs, results, strict=True))
             else:
-                env[part] = self._one(part, env)
+                env[part] = walk(lambda leaf: plainly(leaf) if isinstance(leaf, Tensor) else leaf,
+                                 self._one(part, env))  # fmt: skip
         return walk(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, self._output.args[0])
 
     def _segment(self, segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
-        key = self._key_of(segment, values)
+        flat = _flat(values)
+        key = self._key_of(segment, values, flat)
         runner = self._plans.get(key)
         if runner is None:
             return self._compiled(segment, key, values)
@@ -135,11 +167,11 @@ class OneDNNModel(LoweredModel):
             with self._lock:
                 if key in self._plans:
                     self._plans.move_to_end(key)
-        return runner(_flat(values))
+        return runner(flat)
 
     @staticmethod
-    def _key_of(segment: Segment, values: Sequence[Any]) -> tuple:
-        return (id(segment), torch.get_num_threads(), *sharing(_flat(values)), *map(_key, values))
+    def _key_of(segment: Segment, values: Sequence[Any], flat: Sequence[Any]) -> tuple:
+        return (id(segment), torch.get_num_threads(), *sharing(flat), *map(_key, values))
 
     def _compiled(self, segment: Segment, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
@@ -305,7 +337,7 @@ class OneDNNModel(LoweredModel):
         self(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        env: dict[fx.Node, Any] = dict(zip(self.placeholders, bound.args, strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.placeholders, self._plainly(bound.args), strict=True))
         rows: list[tuple] = []
         for part in self._parts:
             if not isinstance(part, Segment):
@@ -316,9 +348,10 @@ class OneDNNModel(LoweredModel):
                 continue
             values = [env[n] for n in part.inputs]
             env.update(zip(part.outputs, self._segment(part, values), strict=True))
-            runner = self._plans[self._key_of(part, values)]
+            flat = _flat(values)
+            runner = self._plans[self._key_of(part, values, flat)]
             instance = runner.take()
-            times = instance.timed(_flat(values), repeats)
+            times = instance.timed(flat, repeats)
             rows += [(*step.described(), us, step.macs) for step, us in zip(runner.plan.steps, times, strict=True)]
         self._restore(kept)
         return rows
