@@ -211,3 +211,33 @@ def test_onednn_writes_to_negatives():
     a, b = (z.clone().conj().imag for _ in range(2))
     torch.testing.assert_close(lowered(b), quantized(a))
     assert a.is_neg() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "model, shape",
+    [
+        (lambda: nn.Linear(70_000, 2), (2, 70_000)),
+        (lambda: nn.Conv2d(1024, 2, 9), (1, 1024, 9, 9)),
+        (lambda: nn.Conv2d(2048, 4, 9, groups=2), (1, 2048, 9, 9)),
+    ],
+    ids=["linear", "conv2d", "groups"],
+)
+def test_sums_that_int32_does_not_hold_stay_float(model, shape):
+    model = nn.Sequential(model()).eval()
+    model[0].weight.uniform_(0.95, 1.0)
+    x = torch.rand(shape) * 0.02 + 0.98
+    quantized = dbrq.quantize(model, [x])
+    (row,) = dbrq.report(quantized).rows
+    assert row.precision == "float" and "int32 holds" in row.reason
+    for backend in PYTHON_BACKENDS:
+        assert sqnr(model(x), dbrq.lower(quantized, x, backend=backend)(x)) > 60
+
+
+def test_sums_that_int32_just_holds_are_int8():
+    model = nn.Sequential(nn.Linear(65_000, 2)).eval()
+    model[0].weight.uniform_(0.99, 1.0)
+    x = torch.rand(2, 65_000) * 0.01 + 0.99
+    quantized = dbrq.quantize(model, [x])
+    assert [row.precision for row in dbrq.report(quantized).rows] == ["int8"]
+    for backend in PYTHON_BACKENDS:
+        assert sqnr(model(x), dbrq.lower(quantized, x, backend=backend)(x)) > 40

@@ -30,7 +30,7 @@ from ..mappings import PARTS, Role
 from ..record.record import Decision, Read, Record, SeenOp, Step, Tag
 from .families import Families, root_of
 from .qconfigs import kind, symmetric_weight
-from .reasons import _FLOAT_REASONS, kernel_of, unsuitable
+from .reasons import _FLOAT_REASONS, kernel_of, too_deep, unsuitable
 
 _MAKES_WEIGHTS = "it computes a weight, which is rounded as a whole"
 _SOFT = (Role.ELEMENTWISE, Role.POOL, Role.SHARE)
@@ -103,7 +103,9 @@ class Placement:
         mode, reason = kind(op.qconfig)
         if op.qconfig is None and self.record.default_recipe:
             reason = "the default recipe leaves it in float"
-        reason = self.forced.get(id(op), "") or reason or self._unfit(op, mode) or self._weight_problem(op)
+        reason = (
+            self.forced.get(id(op), "") or reason or too_deep(op) or self._unfit(op, mode) or self._weight_problem(op)
+        )
         if reason:
             self.reasons[id(op)] = reason
             return False

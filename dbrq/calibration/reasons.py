@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from ..kernels.ranges import DEEPEST
 from ..mappings import Role
 from ..record.record import SeenOp
 
@@ -32,6 +34,19 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
         tensors = [i for i in op.inputs if i.dtype is not torch.float32]
         return f"one operand is {tensors[0].dtype}" if tensors else ""
     return ""
+
+
+def too_deep(op: SeenOp) -> str:
+    """Why sums of so many products rule out int8; "" if they do not: int32 holds them whatever the values."""
+    if op.row.role is Role.COMPUTE and op.outputs:
+        depth = op.macs // max(math.prod(op.outputs[0].shape), 1)
+    elif op.row.role is Role.RECURRENT and op.inputs:
+        depth = op.inputs[0].shape[-1]
+    else:
+        return ""
+    if depth <= DEEPEST:
+        return ""
+    return f"it sums {depth} products, and int32 holds the sums of {DEEPEST}"
 
 
 def kernel_of(op: SeenOp, mode: str, chain: Sequence[SeenOp]) -> str:

@@ -18,6 +18,8 @@ from . import QParams, has_exact_int8_dot
 
 #: The largest activation whose products never saturate: 2 * 127 * 128 is below 2**15.
 SAFE = 127
+#: How many products of a uint8 and an int8 int32 holds the sum of; with the zero point taken away it is no larger.
+DEEPEST = (2**31 - 1) // (255 * 128)
 #: Scales between these have an inverse, and 255 steps, in float32.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 255
 WANTED = "a scale that float32 holds to full precision, and 0 <= quant_min <= zero_point <= quant_max <= 255"
