@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import dbrq
+from dbrq import kernels
+from dbrq.kernels import script
 
 PYTHON_BACKENDS = ("onednn", "torchscript")
 BACKENDS = ("onednn", "inductor", "torchscript")
@@ -241,3 +243,37 @@ def test_sums_that_int32_just_holds_are_int8():
     assert [row.precision for row in dbrq.report(quantized).rows] == ["int8"]
     for backend in PYTHON_BACKENDS:
         assert sqnr(model(x), dbrq.lower(quantized, x, backend=backend)(x)) > 40
+
+
+_OPERANDS = {
+    "rows repeated": lambda: torch.randint(256, (1, 1, 16)).expand(2, 32, 16),
+    "columns repeated": lambda: torch.randint(256, (2, 32, 1)).expand(2, 32, 16),
+    "one number": lambda: torch.randint(256, (1, 1, 1)).expand(2, 32, 16),
+    "batch repeated": lambda: torch.randint(256, (1, 32, 16)).expand(2, 32, 16),
+    "one row, strides 1": lambda: torch.randint(256, (2, 16, 1)).as_strided((2, 1, 16), (16, 1, 1)),
+    "one row of a column": lambda: torch.randint(256, (2, 16, 3))[..., :1].transpose(1, 2),
+    "part of more": lambda: torch.randint(256, (2, 32, 48))[..., 16:32],
+}
+
+
+@pytest.mark.parametrize("make", _OPERANDS.values(), ids=_OPERANDS)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_int8_matmul_of_any_strides(make, side):
+    def laid(x):
+        """uint8 in the strides of ``x``, ``to`` choosing others."""
+        size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        memory = torch.empty(size, dtype=torch.uint8).as_strided(x.shape, x.stride())
+        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())
+        memory[once] = x[once].to(torch.uint8)
+        return memory
+
+    a, b = laid(make()), laid(make()).transpose(1, 2)
+    if side == "left":
+        b = torch.randint(256, (2, 16, 5), dtype=torch.uint8)
+    elif side == "right":
+        a = torch.randint(256, (2, 7, 16), dtype=torch.uint8)
+    expected = (a.double() - 3) @ (b.double() - 5)
+    eager = kernels.int8_matmul(a, kernels.QParams(1.0, 3), b, kernels.QParams(1.0, 5))
+    scripted = torch.jit.script(script.int8_matmul)(a, b, 1.0, 3, 5)
+    torch.testing.assert_close(eager.double(), expected)
+    torch.testing.assert_close(scripted.double(), expected)

@@ -103,9 +103,7 @@ class Placement:
         mode, reason = kind(op.qconfig)
         if op.qconfig is None and self.record.default_recipe:
             reason = "the default recipe leaves it in float"
-        reason = (
-            self.forced.get(id(op), "") or reason or too_deep(op) or self._unfit(op, mode) or self._weight_problem(op)
-        )
+        reason = self.forced.get(id(op)) or reason or too_deep(op) or self._unfit(op, mode) or self._weight_problem(op)
         if reason:
             self.reasons[id(op)] = reason
             return False

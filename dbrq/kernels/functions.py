@@ -55,8 +55,8 @@ def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
     require(b.dtype is torch.uint8 and b.dim() >= 2 and a.shape[-1] == b.shape[-2], "matmul", "matching inner sizes", b)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    left = a.expand(*batch, m, k).reshape(-1, m, k)
-    right = (b ^ 128).view(torch.int8).expand(*batch, k, n).reshape(-1, k, n)
+    left = _in_order(a.expand(*batch, m, k).reshape(-1, m, k))
+    right = _in_order((b ^ 128).view(torch.int8).expand(*batch, k, n).reshape(-1, k, n))
     out = torch.empty(left.shape[0], m, n, dtype=torch.int32)
     if out.numel() and is_matmul_right(m, k, n):
         for i in range(left.shape[0]):
@@ -70,6 +70,15 @@ def int8_matmul(a: Tensor, qa: QParams, b: Tensor, qb: QParams) -> Tensor:
     if zb:
         result.sub_(left.sum(2, keepdim=True, dtype=torch.int32).to(torch.float32), alpha=zb)
     return result.add_(float(za * zb * k)).mul_(qa.scale * qb.scale).reshape(*batch, m, n)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """``[batch, rows, columns]`` in strides that ``aten::_int_mm`` reads rightly: it goes by the strides of dimensions
+    of one element too, and takes those of expanded ones for a layout without repetition.
+    """
+    if 0 in x.stride() or 1 in x.shape[1:]:
+        return x.contiguous().flatten().reshape(x.shape)
+    return x
 
 
 def dynamic_qparams(x: Tensor, reduce_range: bool) -> QParams:

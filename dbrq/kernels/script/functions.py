@@ -39,6 +39,13 @@ def max_pool_of_levels(
     return levels.to(torch.uint8)
 
 
+def in_order(x: Tensor) -> Tensor:
+    """``[batch, rows, columns]`` in strides that ``aten::_int_mm`` reads rightly; see ``kernels.int8_matmul``."""
+    if 0 in x.stride() or x.size(1) == 1 or x.size(2) == 1:
+        return x.contiguous().flatten().reshape(x.size())
+    return x
+
+
 def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
     """Batched ``a @ b`` of two uint8 tensors -> float32, exact until the last scaling; see ``kernels.int8_matmul``."""
     assert a.dtype == torch.uint8 and b.dtype == torch.uint8, "dbrq: an int8 matmul takes uint8"
@@ -48,8 +55,8 @@ def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
     assert a.numel() > 0 and b.numel() > 0, "dbrq: int8 kernels take no empty batch"
     m, k, n = a.size(-2), a.size(-1), b.size(-1)
     batch = list(torch.empty(list(a.size())[:-2] + [0]).add(torch.empty(list(b.size())[:-2] + [0])).size())[:-1]
-    left = a.expand(batch + [m, k]).reshape([-1, m, k])
-    right = torch.bitwise_xor(b, 128).to(torch.int8).expand(batch + [k, n]).reshape([-1, k, n])
+    left = in_order(a.expand(batch + [m, k]).reshape([-1, m, k]))
+    right = in_order(torch.bitwise_xor(b, 128).to(torch.int8).expand(batch + [k, n]).reshape([-1, k, n]))
     out = torch.empty([left.size(0), m, n], dtype=torch.int32)
     for i in range(left.size(0)):
         out[i].copy_(torch._int_mm(left[i], right[i]))
