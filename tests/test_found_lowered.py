@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -277,3 +280,31 @@ def test_int8_matmul_of_any_strides(make, side):
     scripted = torch.jit.script(script.int8_matmul)(a, b, 1.0, 3, 5)
     torch.testing.assert_close(eager.double(), expected)
     torch.testing.assert_close(scripted.double(), expected)
+
+
+def test_a_scripted_file_of_8_bits_is_refused_where_products_saturate(tmp_path):
+    """The example's own products do not saturate: it is darker than what calibration saw."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
+    model[0].weight.abs_()
+    x = torch.rand(2, 8, 8, 8)
+    for name, reduce_range in (("wide", False), ("narrow", True)):
+        mapping = dbrq.default_qconfig_mapping(reduce_range=reduce_range)
+        lowered = dbrq.lower(dbrq.quantize(model, [x], mapping), x * 0.2)
+        assert lowered.self_test()
+        dbrq.save(lowered, tmp_path / f"{name}.pt")
+        assert dbrq.load(tmp_path / f"{name}.pt").self_test()
+    code = """
+import sys, torch, dbrq
+wide, narrow = sys.argv[1:]
+print(torch.jit.load(wide).self_test(), torch.jit.load(narrow).self_test())
+dbrq.load(narrow)
+try:
+    dbrq.load(wide)
+except dbrq.errors.LoadError as error:
+    print("saturate" in str(error))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "wide.pt"), str(tmp_path / "narrow.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    if not kernels.has_exact_int8_dot():
+        pytest.skip("this CPU's products saturate")
+    assert run.stdout.split() == ["False", "True", "True"], run.stderr

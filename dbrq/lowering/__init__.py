@@ -35,7 +35,7 @@ from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
 from .passes import fold_constants, sizes_of_integers, written_attributes
-from .self_test import SelfTest, expected_outputs
+from .self_test import SelfTest, expected_outputs, widest_level
 from .submodules import lower_parts
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
@@ -128,13 +128,13 @@ def _on_torchscript(
 ) -> nn.Module:  # fmt: skip
     decisions = graph.meta.get("decisions", ())
     _check_scriptable(graph, inputs)
-    expected = expected_outputs(graph, inputs)
+    expected, widest = expected_outputs(graph, inputs), widest_level(graph.graph, graph)
     lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
     if verbose:
         print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
-    test = SelfTest(lowering, inputs, expected)
+    test = SelfTest(lowering, inputs, expected, widest)
     test.hold(lowering.module)
     scripted = _scripted(lowering, quantized)
     written = lowering.writes

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import flush_plans, pytree
-from .engine import Lowering
+from ..graph.nodes import QUANTIZE
+from ..kernels import script
+from ..kernels.ranges import SAFE
+from .engine import Lowering, is_call
 
 #: SQNR in dB that a right CPU reaches at least; 10 dB less than here where lowering itself is farther from the graph.
 _ENOUGH, _SLACK, _LEAST = 30.0, 10.0, 10.0
@@ -49,6 +52,28 @@ def {_PREFIX}_of(self, got: Optional[Tensor], expected: Tensor, values: bool) ->
 """
 
 
+#: The attribute of a scripted model that says how large the integers of its activations may be.
+WIDEST = "dbrq_widest"
+#: Pairs of products of the largest integers, which some CPUs sum in 16 bits: the example may not have any.
+_EXTREMES = f"""
+def {_PREFIX}_is_exact(self) -> bool:
+    if self.{WIDEST} <= {SAFE}:
+        return True
+    x = torch.full([4, 64], self.{WIDEST}, dtype=torch.uint8)
+    weight = torch.ops.onednn.qlinear_prepack(torch.full([16, 64], 127, dtype=torch.int8), None)
+    got = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 0, weight, torch.ones([16]), torch.zeros([16], dtype=torch.int64), torch.zeros([16]), 1.0, 0,
+        torch.float32, "none", [], "")
+    return bool((got == float(self.{WIDEST} * 127 * 64)).all())
+"""
+
+
+def widest_level(graph: fx.Graph, module: nn.Module) -> int:
+    """The largest integer that a Q/DQ graph, or one of the modules that it calls, quantizes an activation to."""
+    inside = [m.levels for m in module.modules() if isinstance(m, script.DynamicLinear)]
+    return max([0, *inside, *(node.args[4] for node in graph.nodes if is_call(node, QUANTIZE))])
+
+
 def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """What a Q/DQ graph computes in float: the reference. Its state and torch's generator are left as they are."""
     kept = {name: tensor.clone() for name, tensor in graph.state_dict().items()}
@@ -64,7 +89,8 @@ def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 class SelfTest:
     """The method to be, for one module; ``hold`` before the module is scripted and ``define`` after."""
 
-    def __init__(self, lowering: Lowering, inputs: Sequence[Any], expected: Any) -> None:
+    def __init__(self, lowering: Lowering, inputs: Sequence[Any], expected: Any, widest: int) -> None:
+        self._widest = widest
         self._tensors: dict[str, Tensor] = {}
         written = sorted({str(n.target) for n in lowering.graph.nodes if n.op == "get_attr"}) if lowering.writes else []
         arguments = ", ".join(self._literal(value) for value in inputs)
@@ -94,6 +120,7 @@ class SelfTest:
         """Give a module the tensors."""
         for name, tensor in self._tensors.items():
             setattr(module, name, tensor)
+        setattr(module, WIDEST, self._widest)
         setattr(module, f"{_PREFIX}_least", _ENOUGH)
         setattr(module, f"{_PREFIX}_shapes_only", False)
 
@@ -101,7 +128,11 @@ class SelfTest:
         """Give it the methods, and settle how near a right CPU comes to what is expected."""
         scripted.define(_COMPARISON)
         scripted.define(self._source)
-        scripted.define(f"def {_PREFIX}(self) -> bool:\n    return self.{_PREFIX}_sqnr() >= self.{_PREFIX}_least\n")
+        scripted.define(_EXTREMES)
+        scripted.define(
+            f"def {_PREFIX}(self) -> bool:\n"
+            f"    return self.{_PREFIX}_is_exact() and self.{_PREFIX}_sqnr() >= self.{_PREFIX}_least\n"
+        )
         # Without a plan of its own, which would take as long as that of the model and as much memory.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.jit.optimized_execution(False):
             once, again = (scripted.self_test_sqnr() for _ in range(2))

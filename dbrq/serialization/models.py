@@ -20,7 +20,9 @@ from ..errors import LoadError, QuantizationError
 from ..hidden_state import state_of
 from ..inspection.report import LOWERED_REPORT
 from ..kernels.ranges import SAFE, saturates
+from ..lowering.graph_data import from_data
 from ..lowering.lowered_model import LoweredModel
+from ..lowering.self_test import WIDEST, widest_level
 from ..quiet import quietly
 from .files import replacing
 
@@ -151,6 +153,13 @@ def _hint(content: Any) -> str:
 
 def _fit_cpu(model: nn.Module, path: str) -> None:
     """Say so, or refuse, where a model comes to a CPU that does not compute it as it was."""
+    if saturates() and _widest(model) > SAFE:
+        raise LoadError(
+            "the model was lowered with 8-bit activations, and int8 products of this CPU saturate unless they have 7",
+            expected="a CPU with VNNI or AMX, or a model that was lowered on this one", got=path,
+            hint="load the converted model here and lower it again, or quantize for such CPUs: "
+            "default_qconfig_mapping(reduce_range=True)",
+        )  # fmt: skip
     if isinstance(model, torch.jit.ScriptModule) and hasattr(model, "self_test") and selfcheck.enabled():
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             right = model.self_test()
@@ -161,13 +170,6 @@ def _fit_cpu(model: nn.Module, path: str) -> None:
                 hint="this CPU computes some of the file's kernels wrong, or its int8 products saturate: load the "
                 "converted model here and lower it again",
             )  # fmt: skip
-    if isinstance(model, LoweredModel) and saturates() and _widest(model) > SAFE:
-        raise LoadError(
-            "the model was lowered with 8-bit activations, and int8 products of this CPU saturate unless they have 7",
-            expected="a CPU with VNNI or AMX, or a model that was lowered on this one", got=path,
-            hint="load the converted model here and lower it again, or quantize for such CPUs: "
-            "default_qconfig_mapping(reduce_range=True)",
-        )  # fmt: skip
     state = state_of(model)
     if state is not None:
         state.token.warn_of_saturation()
@@ -177,7 +179,8 @@ def _fit_cpu(model: nn.Module, path: str) -> None:
                 s.parts = {}
 
 
-def _widest(model: LoweredModel) -> int:
-    """The largest integer that a lowered graph quantizes an activation to."""
-    quantizing = (node for node in model._data if node[0] == "call_function" and "quantize_per_tensor" in node[2][0])
-    return max((args[4] for _, _, _, args, _, _ in quantizing), default=0)
+def _widest(model: nn.Module) -> int:
+    """The largest integer that a lowered graph quantizes an activation to; 0 for other models."""
+    if isinstance(model, LoweredModel):
+        return widest_level(from_data(model._data), model)
+    return int(getattr(model, WIDEST, 0))
