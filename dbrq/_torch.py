@@ -39,6 +39,8 @@ without_function_modes = torch._C.DisableTorchFunction
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # torch's stub of it is wrong
 #: Calls a function of torch's Python so that the mode sees what it is made of, but not itself.
 skip_one_hop: Callable[..., Any] = torch._C._skip_one_hop_torch_function
+#: The number of TorchFunctionModes that are on.
+count_function_modes = torch._C._len_torch_function_stack
 #: The innermost TorchFunctionMode, or None.
 current_function_mode = _get_current_function_mode
 #: A context without the innermost TorchFunctionMode.

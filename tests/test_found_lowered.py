@@ -308,3 +308,81 @@ except dbrq.errors.LoadError as error:
     if not kernels.has_exact_int8_dot():
         pytest.skip("this CPU's products saturate")
     assert run.stdout.split() == ["False", "True", "True"], run.stderr
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+        self.register_buffer("h", torch.zeros(4, 8))
+
+    def forward(self, x):
+        self.h.mul_(0.9).add_(self.l(x))
+        return self.h + torch.randn(x.shape[0], 8)
+
+
+class CallsTwice(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.m = model
+
+    def forward(self, x):
+        return self.m(x), self.m(x)
+
+
+class IgnoresResult(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.m = model
+
+    def forward(self, x):
+        self.m(x * 2)
+        return x
+
+
+def test_scripted_calls_of_a_onednn_model_are_neither_merged_nor_dropped():
+    x = torch.randn(4, 8)
+    lowered = dbrq.lower(dbrq.quantize(Counting().eval(), [x]), x, backend="onednn")
+    before, given, random = lowered.h.clone(), x.clone(), torch.get_rng_state()
+    part = lowered.scriptable(x)
+    assert torch.equal(before, lowered.h) and torch.equal(x, given) and torch.equal(random, torch.get_rng_state())
+    for outer in (CallsTwice, IgnoresResult):
+        scripted = torch.jit.script(outer(part).eval())
+        for _ in range(3):
+            lowered.h.zero_()
+            torch.manual_seed(1)
+            expected = outer(lowered)(x)
+            state, random = lowered.h.clone(), torch.get_rng_state()
+            lowered.h.zero_()
+            torch.manual_seed(1)
+            torch.testing.assert_close(scripted(x), expected, rtol=0, atol=0)
+            assert torch.equal(state, lowered.h) and torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lowered_models_run_on_the_cpu_whatever_the_default_device(backend):
+    code = """
+import sys, torch, dbrq
+from torch import nn
+backend = sys.argv[1]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.n, self.e = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.register_buffer("h", torch.zeros(8))
+    def forward(self, x):
+        self.h = self.h * 0.5 + x.mean(0)
+        return self.e(torch.relu(self.l(self.n(x)))) + self.h
+x = torch.randn(2, 8)
+with torch.no_grad():
+    quantized = dbrq.quantize(Net().eval(), [x])
+    lowered = dbrq.lower(quantized, x, backend=backend)
+    for y in (x, torch.randn(5, 8)):
+        expected = quantized(y)
+        torch.set_default_device("meta")
+        result = lowered(y)
+        torch.set_default_device(None)
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code, backend], capture_output=True, text=True)
+    assert not run.returncode, run.stderr

@@ -129,9 +129,10 @@ def test_one_hop_is_skipped_and_what_a_function_is_made_of_is_seen() -> None:
 
 
 def test_the_innermost_function_mode_is_known_and_hidden() -> None:
-    assert _torch.current_function_mode() is None
+    assert _torch.current_function_mode() is None and _torch.count_function_modes() == 0
     with Functions() as outer, Functions() as inner:
         assert _torch.current_function_mode() is inner
+        assert _torch.count_function_modes() == 2
         with _torch.without_current_function_mode():
             assert _torch.current_function_mode() is outer
             torch.ones(2)

@@ -160,7 +160,7 @@ def _on_onednn(
     model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
     if verbose:
         print(model.lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(inputs))
+    model.warm(inputs)
     return model
 
 
@@ -174,7 +174,7 @@ def _on_inductor(
     model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
     if verbose:
         print(lowering, file=sys.stderr)
-    model.warm(copy.deepcopy(inputs))
+    model.warm(inputs)
     return model
 
 

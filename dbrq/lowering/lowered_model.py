@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import storage_id
+from .._torch import count_function_modes, storage_id, without_function_modes
 from ..calibration.surgery import random_state_kept
 from ..errors import QuantizationError
+from ..graph.trials import owned
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
 from .graph_data import as_data
@@ -101,7 +102,7 @@ class LoweredModel(Held):
             if isinstance(module, Held):
                 module.__dict__["_fixed"] = frozenset(names - state)
 
-    def take_assigned(self) -> None:
+    def _take_assigned(self) -> None:
         """Copy what was assigned to the state (``model.h = zeros``) to where calls read and write it.
 
         Raises:
@@ -142,12 +143,22 @@ class LoweredModel(Held):
         """``forward`` for all of the graph's inputs, in order; the result is in plain containers."""
         raise NotImplementedError
 
-    def warm(self, args: Sequence[Any]) -> None:
-        """Make what runs these inputs; what calls write to, and torch's random state, stay as they are."""
+    def called(self, args: Sequence[Any]) -> Any:
+        """``plain``, on the state as it was assigned, and with new tensors on the CPU whatever a mode of torch says."""
+        if self._assignable:
+            self._take_assigned()
+        if not count_function_modes():
+            return self.plain(args)
+        with without_function_modes():
+            return self.plain(args)
+
+    def warm(self, args: Sequence[Any]) -> Any:
+        """Make what runs these inputs, and run it on copies of them; state and random state stay as they are."""
         kept = self._written_tensors()
         with random_state_kept():
-            self.plain(args)
+            result = self.called(owned(tuple(args)))
         self._restore(kept)
+        return result
 
     def _written_tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors that calls write to."""
@@ -164,9 +175,7 @@ class LoweredModel(Held):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        if self._assignable:
-            self.take_assigned()
-        result = self.plain(args)
+        result = self.called(args)
         result = result if self._returned is None else self._returned(result)
         return without_gradient("", result, args) if torch.is_grad_enabled() else result
 

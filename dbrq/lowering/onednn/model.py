@@ -139,7 +139,7 @@ class OneDNNModel(LoweredModel):
         Args:
             example_inputs: one call's inputs, to see what comes back.
         """
-        return scriptable(self, self.plain(example_inputs))
+        return scriptable(self, self.warm(example_inputs))
 
     def _run(self, args: Sequence[Any]) -> Any:
         if self._whole is not None:
