@@ -386,3 +386,23 @@ with torch.no_grad():
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code, backend], capture_output=True, text=True)
     assert not run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first", [0.0, -0.0])
+def test_zeros_of_another_sign_are_other_numbers(backend, first):
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x, sign=0.0):
+            return torch.copysign(self.l(x), sign)
+
+    x = torch.randn(4, 8)
+    quantized = dbrq.quantize(Signed().eval(), [(x, first)])
+    lowered = dbrq.lower(quantized, (x, first), backend=backend)
+    torch.testing.assert_close(lowered(x, first), quantized(x, first))
+    with pytest.raises((RuntimeError, AssertionError, torch.jit.Error), match="the sign of argument sign"):
+        lowered(x, -first)
+    torch.testing.assert_close(lowered(x, first), quantized(x, first))

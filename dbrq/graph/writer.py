@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import operator
 import weakref
 from collections import Counter
@@ -336,6 +337,10 @@ class GraphWriter:
         if value is not True:
             condition = self.graph.call_function(operator.eq, (node, value))
             self._describe(condition)
+        if type(value) is float and value == 0:  # 0.0 == -0.0, and ops tell one from the other
+            sign = self.graph.call_function(math.copysign, (1.0, node))
+            self._describe(sign)
+            self.check(sign, math.copysign(1.0, value), f"the sign of {what}", where)
         path, line = (self.path, user_line()) if where is None else (where.meta["path"], where.meta["site"])
         place = f"module {path or '<root>'}, {line}"
         self.decisions.append(f"{what} was {value} ({place})")

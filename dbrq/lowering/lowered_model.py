@@ -222,3 +222,8 @@ def sharing(values: Sequence[Any]) -> tuple:
     if len(first) == len(tensors):
         return ()
     return tuple((i, t.data_ptr() - tensors[i].data_ptr()) for i, t in zip(owners, tensors, strict=True))
+
+
+def number_key(value: Any) -> tuple[type, Any]:
+    """Stands for an argument that is no tensor; 0.0 and -0.0 are equal, and not the same to every op."""
+    return type(value), value.hex() if type(value) is float else value

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..._torch import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ...errors import KernelInputError
+from ..lowered_model import number_key
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Form:
 def key_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.is_contiguous()
-    return type(leaf), leaf
+    return number_key(leaf)
 
 
 def _like(key: tuple) -> tuple:

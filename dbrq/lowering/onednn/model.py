@@ -23,7 +23,7 @@ from ...op_facts import Memory, facts_of
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..graph_data import from_data
-from ..lowered_model import LoweredModel, sharing, without_code
+from ..lowered_model import LoweredModel, number_key, sharing, without_code
 from ..passes import fold_constants, reduce_mutation, sizes_of_integers, written_as_laid_out, written_attributes
 from ..patterns import add_masks_once, free_of_strides
 from . import mapping
@@ -417,7 +417,7 @@ def _key(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple, dict)):
         return tuple(map(_key, leaves(value)))
-    return type(value), value
+    return number_key(value)
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
