@@ -406,3 +406,20 @@ def test_zeros_of_another_sign_are_other_numbers(backend, first):
     with pytest.raises((RuntimeError, AssertionError, torch.jit.Error), match="the sign of argument sign"):
         lowered(x, -first)
     torch.testing.assert_close(lowered(x, first), quantized(x, first))
+
+
+@pytest.mark.parametrize("backend", PYTHON_BACKENDS)
+def test_as_strided_counts_from_where_the_storage_begins(backend):
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.l(x) + x.as_strided((2, 4), (4, 1), 0)
+
+    x, more = torch.randn(2, 4), torch.randn(6, 4)
+    quantized = dbrq.quantize(Strided().eval(), [x])
+    lowered = dbrq.lower(quantized, x, backend=backend)
+    for given in (x, more[2:4], more[1:3], more[:2], x):
+        torch.testing.assert_close(lowered(given), quantized(given))

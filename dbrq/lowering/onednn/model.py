@@ -19,7 +19,7 @@ from ...calibration.surgery import random_state_kept
 from ...errors import DeviationError, OneDNNError
 from ...graph.located import at
 from ...graph.nodes import leaves, remove_dead, walk
-from ...op_facts import Memory, facts_of
+from ...op_facts import BY_MEMORY, Memory, called, facts_of
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..graph_data import from_data
@@ -70,6 +70,8 @@ class OneDNNModel(LoweredModel):
         self.mutable = bool(memory.writes)
         self._apart = frozenset(n for n in self.lowering.graph.nodes if memory.is_written(n))
         self._written = written_attributes(self.lowering.graph)
+        # ``as_strided`` takes an offset from where its input's storage begins.
+        self._counts_from_start = any(called(n) in BY_MEMORY for n in _all_nodes(self.lowering))
         self._cut(dynamic | known_dynamic(self.lowering.graph))
 
     def _options(self) -> dict[str, Any]:
@@ -169,9 +171,11 @@ class OneDNNModel(LoweredModel):
                     self._plans.move_to_end(key)
         return runner(flat)
 
-    @staticmethod
-    def _key_of(segment: Segment, values: Sequence[Any], flat: Sequence[Any]) -> tuple:
-        return (id(segment), torch.get_num_threads(), *sharing(flat), *map(_key, values))
+    def _key_of(self, segment: Segment, values: Sequence[Any], flat: Sequence[Any]) -> tuple:
+        key = (id(segment), torch.get_num_threads(), *sharing(flat), *map(_key, values))
+        if self._counts_from_start:
+            key += tuple(v.storage_offset() for v in flat if isinstance(v, Tensor))
+        return key
 
     def _compiled(self, segment: Segment, key: tuple, values: Sequence[Any]) -> Sequence[Any]:
         with self._lock:
