@@ -146,7 +146,7 @@ def _defaults(params: str) -> dict[str, Any]:
 def _hardtanh(args: Sequence[Any]) -> PostOp | None:
     low, high = args[1], args[2]
     if isinstance(low, (int, float)) and isinstance(high, (int, float)):
-        return PostOp("hardtanh", (float(low), float(high)))
+        return PostOp("hardtanh", (float(low), float(high))) if low <= high else None  # torch takes any, kernels do not
     return PostOp("relu") if low == 0 and high is None and not isinstance(low, Tensor) else None
 
 

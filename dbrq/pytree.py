@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with every leaf replaced by ``fn(leaf)``; containers keep their class.
@@ -119,3 +121,14 @@ def call_arguments(example_inputs: Any, example_kwargs: Mapping[str, Any] | None
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), extra
     return (example_inputs,), extra
+
+
+def copied_inputs(tree: Any) -> Any:
+    """A deep copy of a call's inputs. Tensors that autograd computed, which deepcopy refuses, become leaves: nothing
+    flows back from a copy.
+    """
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and not leaf.is_leaf and id(leaf) not in memo:
+            memo[id(leaf)] = copy.deepcopy(leaf.detach(), memo).requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(tree, memo)

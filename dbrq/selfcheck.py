@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import ERRORS_OF_CODE, is_bug
+
 #: The environment variable that turns the checks off where it is "0".
 VARIABLE = "DBRQ_SELF_CHECK"
 #: Bytes before and behind a guarded buffer.
@@ -81,8 +83,18 @@ def problem_of(key: Hashable, trial: Callable[[], str]) -> str:
         with _ledger.lock:
             found = _ledger.problems.get(key)
             if found is None:
-                found = _ledger.problems[key] = trial()
+                found = _ledger.problems[key] = _tried(trial)
     return found
+
+
+def _tried(trial: Callable[[], str]) -> str:
+    """What a trial finds; a kernel that raises is no way to compute either."""
+    try:
+        return trial()
+    except ERRORS_OF_CODE as error:
+        if is_bug(error):
+            raise
+        return f"it raises {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def note_failure(failure: Failure) -> None:

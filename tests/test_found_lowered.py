@@ -423,3 +423,46 @@ def test_as_strided_counts_from_where_the_storage_begins(backend):
     lowered = dbrq.lower(quantized, x, backend=backend)
     for given in (x, more[2:4], more[1:3], more[:2], x):
         torch.testing.assert_close(lowered(given), quantized(given))
+
+
+@pytest.mark.parametrize("limits", [(1.0, -1.0), (-1.0, float("nan"))])
+@pytest.mark.parametrize("backend", PYTHON_BACKENDS)
+def test_clamp_whose_limits_are_crossed_is_not_fused(backend, limits):
+    class Clamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l, self.m = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.l(x).clamp(*limits), self.m(x)
+
+    x = torch.randn(4, 8)
+    model = Clamps().eval()
+    if limits[1] != limits[1]:  # what calibration refuses behind an int8 layer, it need not fuse
+        assert dbrq.mappings._hardtanh((None, *limits)) is None
+        return
+    quantized = dbrq.quantize(model, [x])
+    lowered = dbrq.lower(quantized, x, backend=backend)
+    assert torch.equal(lowered(x)[0], model(x)[0]) and sqnr(model(x)[1], lowered(x)[1]) > 30
+
+
+def test_a_kernel_that_raises_in_its_trial_has_a_problem():
+    def trial():
+        raise RuntimeError("could not append an elementwise post-op\nmore")
+
+    assert (
+        dbrq.selfcheck.problem_of(object(), trial) == "it raises RuntimeError: could not append an elementwise post-op"
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_and_examples_with_a_history_are_copied(backend):
+    with torch.enable_grad():
+        before = nn.Linear(8, 8)
+        x = before(torch.randn(4, 8))
+        assert not x.is_leaf
+        quantized = dbrq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [(x,), x])
+        lowered = dbrq.lower(quantized, x, backend=backend)
+        dbrq.doctor(quantized, x)
+        assert x.grad_fn is not None
+    assert sqnr(quantized(x), lowered(x)) > 60

@@ -8,7 +8,6 @@ read.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from ..mappings import (
     leaf_row,
 )
 from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, reads_values, target_of
-from ..pytree import tree_leaves, tree_map
+from ..pytree import copied_inputs, tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
 from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
@@ -65,7 +64,7 @@ def watch(
     """
     stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
     _check_copied((args, kwargs))
-    args, kwargs = copy.deepcopy((args, kwargs))
+    args, kwargs = copied_inputs((args, kwargs))
     originals = Originals(model.parameters())
     with torch.no_grad(), random_state_kept():
         args, kwargs = as_forward_sees(stand_in, args, kwargs)

@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 from .._torch import unwrap_optional
 from ..auto_trace import InterceptedForward, RunCall
 from ..errors import RewriteError
-from ..pytree import named_leaves, tree_leaves, tree_map
+from ..pytree import copied_inputs, named_leaves, tree_leaves, tree_map
 from ..record.record import Tag
 from .recorder import GraphRecorder
 from .symbols import Traced, traced
@@ -101,7 +101,7 @@ class Inputs:
         except TypeError as error:
             raise RewriteError(f"the example does not fit forward: {error}", path="", got=str(signature)) from error
         self.placeholders = placeholders_of(signature, bound)
-        self.example = copy.deepcopy(tuple(p[1] for p in self.placeholders))  # forward may change them
+        self.example = copied_inputs(tuple(p[1] for p in self.placeholders))  # forward may change them
         values = {}
         optional = False
         nodes = []

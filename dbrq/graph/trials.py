@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import TorchDispatchMode, without_function_modes
-from ..pytree import tree_map
+from ..pytree import copied_inputs, tree_map
 
 
 class Drawing(TorchDispatchMode):
@@ -82,7 +81,7 @@ def owned(inputs: Any) -> Any:
     with torch.inference_mode(False):
         return tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf,
-            copy.deepcopy(inputs),
+            copied_inputs(inputs),
         )
 
 

@@ -27,7 +27,7 @@ from ..kernels import has_exact_int8_dot
 from ..lowering.inductor import InductorModel, check_compiler
 from ..lowering.onednn import OneDNNModel
 from ..lowering.onednn.library import Place, library, search
-from ..pytree import call_arguments
+from ..pytree import call_arguments, copied_inputs
 from ..workflow import prepare
 from .report import LOWERED_REPORT, Report, ReportRow, report
 
@@ -257,7 +257,7 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
         if stage in ("converted", "lowered"):
             tried = copy.deepcopy(model)
             with torch.no_grad():
-                tried(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+                tried(*copied_inputs(args), **copied_inputs(kwargs))
             if isinstance(tried, OneDNNModel):
                 facts["in_torch"] = tried.in_torch
                 facts["reference_kernels"] = _references(tried, args, kwargs)
@@ -319,7 +319,7 @@ def _bits(model: nn.Module) -> int | None:
 
 def _references(lowered: OneDNNModel, args: tuple, kwargs: dict) -> list[str]:
     """What oneDNN's reference kernels compute, which are slow."""
-    steps = lowered.timed(copy.deepcopy(args), copy.deepcopy(kwargs), 1)
+    steps = lowered.timed(copied_inputs(args), copied_inputs(kwargs), 1)
     return [f"{op}: {computes} ({kernel})" for op, kernel, computes, *_ in steps if kernel.startswith("ref")
             or ":ref" in kernel]  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import operator
 import time
@@ -20,6 +19,7 @@ from ...errors import DeviationError, OneDNNError
 from ...graph.located import at
 from ...graph.nodes import leaves, remove_dead, walk
 from ...op_facts import BY_MEMORY, Memory, called, facts_of
+from ...pytree import copied_inputs
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..graph_data import from_data
@@ -214,7 +214,7 @@ class OneDNNModel(LoweredModel):
 
     def _find_dynamic(self, args: Sequence[Any]) -> None:
         """See which nodes depend on values, and keep them out of plans."""
-        args = copy.deepcopy(list(args))
+        args = copied_inputs(list(args))
         kept = self._written_tensors()
         with self._lock, random_state_kept():
             found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
