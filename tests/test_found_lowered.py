@@ -466,3 +466,33 @@ def test_data_and_examples_with_a_history_are_copied(backend):
         dbrq.doctor(quantized, x)
         assert x.grad_fn is not None
     assert sqnr(quantized(x), lowered(x)) > 60
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n = nn.Linear(8, 8), 0
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.l(x) + self.calls * torch.rand(())
+
+
+@pytest.mark.parametrize("look", ["profile", "compare", "log_values", "doctor"])
+@pytest.mark.parametrize("backend", PYTHON_BACKENDS)
+def test_looking_at_a_model_does_not_advance_it(look, backend):
+    x, model = torch.randn(4, 8), Steps().eval()
+    quantized = dbrq.quantize(model, [x])
+    lowered = dbrq.lower(quantized, x, backend=backend)
+    looks = {
+        "profile": lambda: dbrq.profile(lowered, x, repeats=2),
+        "compare": lambda: dbrq.compare(model, quantized, x),
+        "log_values": lambda: dbrq.log_values(quantized, x),
+        "doctor": lambda: dbrq.doctor(quantized, x),
+    }
+    models = (model, quantized, lowered)
+    before, random = [m.calls.clone() for m in models], torch.get_rng_state()
+    looks[look]()
+    assert all(torch.equal(m.calls, b) for m, b in zip(models, before, strict=True))
+    assert torch.equal(random, torch.get_rng_state())

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import selfcheck
 from .._torch import cpp_compiler
-from ..calibration.surgery import uncompiled
+from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError, is_bug
 from ..hidden_state import state_of
 from ..kernels import has_exact_int8_dot
@@ -256,11 +256,11 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
         facts |= _of_rows(found)
         if stage in ("converted", "lowered"):
             tried = copy.deepcopy(model)
-            with torch.no_grad():
+            with torch.no_grad(), random_state_kept():
                 tried(*copied_inputs(args), **copied_inputs(kwargs))
-            if isinstance(tried, OneDNNModel):
-                facts["in_torch"] = tried.in_torch
-                facts["reference_kernels"] = _references(tried, args, kwargs)
+                if isinstance(tried, OneDNNModel):
+                    facts["in_torch"] = tried.in_torch
+                    facts["reference_kernels"] = _references(tried, args, kwargs)
     except ERRORS_OF_CODE as error:  # of the user's code, and what says that it cannot be quantized
         if is_bug(error):
             raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +12,11 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from ..calibration.surgery import random_state_kept
 from ..errors import ConfigurationError
+from ..lowering.lowered_model import LoweredModel, without_code
 from ..lowering.onednn import OneDNNModel
+from ..pytree import copied_inputs
 from .report import LOWERED_REPORT
 
 
@@ -84,7 +90,8 @@ def profile(lowered: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) 
     """
     if not isinstance(getattr(lowered, LOWERED_REPORT, None), str):
         raise ConfigurationError("profile takes lowered models", got=type(lowered).__name__, hint="see dbrq.lower")
-    with torch.no_grad():
+    inputs, kwargs = copied_inputs((inputs, kwargs))
+    with torch.no_grad(), random_state_kept(), _state_kept(lowered):
         if isinstance(lowered, OneDNNModel):
             found = lowered.timed(inputs, kwargs, repeats)
         else:
@@ -94,6 +101,19 @@ def profile(lowered: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) 
         ProfileRow(op, kernel, computes, shape, us, 2e-3 * macs / us if macs and us else None, us / total)
         for op, kernel, computes, shape, us, macs in found
     ))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _state_kept(lowered: nn.Module) -> Iterator[None]:
+    """What calls write to is what it was, afterwards."""
+    held = without_code(lowered) if isinstance(lowered, LoweredModel) else lowered
+    names = lowered._written if isinstance(lowered, LoweredModel) else dict(lowered.named_buffers())
+    kept = {name: operator.attrgetter(name)(held).clone() for name in names}
+    try:
+        yield
+    finally:
+        for name, tensor in kept.items():
+            operator.attrgetter(name)(held).copy_(tensor)
 
 
 def _torch_times(model: nn.Module, inputs: tuple, kwargs: dict, repeats: int) -> list[tuple]:

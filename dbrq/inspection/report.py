@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from .._torch import without_function_modes
 from ..auto_trace import logging_values
 from ..calibration.recorder import watch
-from ..calibration.surgery import uncompiled
+from ..calibration.surgery import copied, random_state_kept, uncompiled
 from ..errors import ConfigurationError
 from ..hidden_state import state_of
 from ..mappings import LEAVES, Role
-from ..pytree import call_arguments, tree_leaves
+from ..pytree import call_arguments, copied_inputs, tree_leaves
 from ..record.record import Record, SeenOp
 from ..tensors import plain
 
@@ -227,7 +227,7 @@ def log_values(
     """Output of every op of one run: op path (as in ``report``) -> float tensor.
 
     Args:
-        model: a float, prepared or converted model. A float one is run in eval mode on a throwaway copy.
+        model: a float, prepared or converted model. A copy of it is run, a float one's in eval mode.
         example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
 
     Inside a fusion of a converted model only its last op has a value.
@@ -236,6 +236,11 @@ def log_values(
     ['0', '1']
     """
     return {path: value for path, (_, value) in _logged(model, example_inputs, example_kwargs).items()}
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    """The int8 weights of a converted model, which its calls do not write to."""
+    return [tensor for name, tensor in model.named_buffers() if name.endswith("_int8")]
 
 
 def _logged(
@@ -255,8 +260,10 @@ def _logged(
         if state_of(model) is None:
             watch(model, args, kwargs, on_op=keep)
         else:
-            with logging_values(keep):
-                model(*args, **kwargs)
+            tried = copied(model, (*model.parameters(), *_weights(model)))
+            args, kwargs = copied_inputs((args, kwargs))
+            with random_state_kept(), logging_values(keep):
+                tried(*args, **kwargs)
     return values
 
 
