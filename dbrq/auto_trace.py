@@ -357,9 +357,11 @@ class RunCall(TorchFunctionMode):
         if spelling is None:
             return self._other(func, args, kwargs)
         row = spelling.row
-        if views.only_moves(func, row, args, kwargs):
+        if row.role is Role.PASS:
+            if views.makes_elements(func, row, args, kwargs):
+                return self._other(func, args, kwargs)
             return self._pass(func, row, args, kwargs)
-        if row.role in (Role.PASS, Role.FLOAT) or not has_float(args, kwargs):
+        if row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._other(func, args, kwargs)
         frame = self.frame
         assert frame is not None

@@ -88,6 +88,15 @@ class OpRow:
         """Whether it multiplies with what counts as a weight, wherever that comes from."""
         return self.takes_weight or self.role is Role.RECURRENT or self.name.startswith("conv_transpose")
 
+    @functools.cached_property
+    def settings(self) -> tuple[int, ...]:
+        """Positions of the parameters that say what is computed, and so which values may come of it.
+
+        The others are data, or say how much there is and where: calls differ in them as their shapes do.
+        """
+        any_ = self.role is Role.ELEMENTWISE  # whose operands may be numbers
+        return tuple(i for i, name in enumerate(self.names) if any_ or name not in _NO_SETTINGS)
+
     @property
     def takes_list(self) -> bool:
         """Whether its first parameter is a list of tensors."""
@@ -130,6 +139,12 @@ NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input",
 #: Names that torch's functions also give their parameters.
 _ALIASES = {"tensors": "input", "self": "input", "tensor1": "input", "mat2": "other", "tensor2": "other",
             "indices": "input", **NUMPY_NAMES}  # fmt: skip
+_NO_SETTINGS = frozenset({
+    "input", "other", "weight", "bias", "running_mean", "running_var", "momentum", "offsets", "per_sample_weights",
+    "include_last_offset", "sparse", "padding_idx", "scale_grad_by_freq", "kernel_size", "stride", "padding",
+    "dilation", "groups", "ceil_mode", "output_size", "size", "scale_factor", "recompute_scale_factor", "keepdim",
+    "inplace",
+})  # fmt: skip
 
 
 @functools.cache

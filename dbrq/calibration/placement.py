@@ -277,8 +277,6 @@ class Placement:
     def _reads_int8(self, op: SeenOp, vid: int, read: dict[int, bool]) -> bool:
         """Whether ``op`` takes the integers of value ``vid``. ``read``: what is known of values moved from that."""
         if op.row.role is Role.PASS:
-            if op.row.name == "pad" and op.constants[2] == "constant" and op.constants[3]:
-                return False  # only zero is sure to be representable
             moved = [o.id for o in op.outputs if self.record.values[o.id].producer is op]
             used = self._families.used
             return bool(moved) and op.inputs[0].id == vid and all(m not in used or read.get(m, False) for m in moved)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import reversed_padding, without_function_modes
 from ..auto_trace import InterceptedForward, active, hook_log
+from ..eager import views
 from ..eager.arguments import activations, bind_leaf, constant, settings, specified, spelled_name
 from ..eager.decompositions import decomposed
 from ..eager.outside import look
@@ -298,9 +299,9 @@ class Watch(Values, TorchFunctionMode):
             return func(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
+        if row.role is Role.PASS and views.makes_elements(func, row, args, kwargs):
+            row, spelling = OTHER, None
         bound = spelling.bind(args, kwargs) if spelling else []
-        if drops(row, bound):
-            row, bound = OTHER, []
         name = function_name(func)
         if name in BY_MEMORY:
             self.record.goes_by_layout()

@@ -18,7 +18,7 @@ from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
 from ..tensors import UNSURE, Int8Tensor, plain, row_major, set_tag
-from .arguments import activations, constant, settings
+from .arguments import activations, constant
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
 from .weights import StoredWeight, Watched, is_weight, levels_of, norm_scale, norm_shift, rounds_to
@@ -97,10 +97,10 @@ class ComputePlan(Plan):
         return self.module(call, leaf, (x,), {})
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
-        if not self.keeps_settings(leaf):
-            return call.unrecorded_leaf(leaf, args, kwargs)
         if kwargs or self.op.bias_computed:
             return super().module(call, leaf, args, kwargs)
+        if not self.keeps_settings(leaf):
+            return call.unrecorded_leaf(leaf, args, kwargs)
         with without_function_modes():
             return self.run(call, args)
 
@@ -350,10 +350,6 @@ class FusedPlan(Plan):
             return self._alone(call, bound)
         x = bound[slot]
         fused = x.deferred
-        if self._settings(bound) != self.op.constants[len(slots) :]:
-            self.state.unrecorded(f"{self.row.name} with {self._settings(bound)}", None)
-            call.unsure = call.strays = True
-            return self.float_result(call, self.run_plain(bound))
         if self.adds:
             other = self._other(call, bound[1 - slot])
             if other is None:
@@ -371,15 +367,14 @@ class FusedPlan(Plan):
                 call.unsure = call.strays = True
         return self.write(call, self.run_plain(bound))
 
-    def _settings(self, bound: list[Any]) -> tuple:
-        """The arguments that change what an op computes; the recorded ones for tensors that are the same."""
-        if self.row.role is Role.NORM:
-            same = all(
-                tensor is None if ref is None else is_weight(tensor, ref, self.modules)
-                for ref, tensor in zip(self.op.norm, bound[1:5], strict=True)
-            )
-            return (*self.op.constants[1:5], *map(constant, bound[5:])) if same else ("other statistics",)
-        return settings(self.row, bound)[2 if self.adds else 1 :]
+    def has_settings(self, bound: Sequence[Any]) -> bool:
+        """As in any op; of a batch norm, the statistics and what it scales and shifts by are settings too."""
+        if not super().has_settings(bound):
+            return False
+        return self.row.role is not Role.NORM or all(
+            tensor is None if ref is None else is_weight(tensor, ref, self.modules)
+            for ref, tensor in zip(self.op.norm, bound[1:5], strict=True)
+        )
 
     def _continues(self, x: Any) -> bool:
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""

@@ -20,7 +20,7 @@ from ..pytree import tree_leaves, tree_map
 from ..record.callsite import Spot
 from ..record.record import Read, SeenOp, Tag
 from ..tensors import UNSURE, Int8Tensor, plain, set_tag
-from .arguments import bind_leaf, constant
+from .arguments import bind_leaf, constant, settings
 from .float_reference import run_float
 from .interfaces import Leaf, Run, State
 
@@ -37,6 +37,12 @@ def _has_elements(x: Tensor) -> bool:
 
 #: What of a batch norm converted models do not ask for: they stay as they were at conversion (docs/training.md).
 _NOT_SETTINGS = ("training",)
+#: The record holds so many settings of an op beside the first (record/merge.py).
+_KEPT = 8
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Plan:
@@ -51,6 +57,8 @@ class Plan:
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
         self._held: tuple[tuple[str, Any], ...] | None = None  # settings of a leaf module that are those recorded
+        self._recorded = [(i, op.constants[i]) for i in op.row.settings if i < len(op.constants)]
+        self._takes_any = op.row.role is Role.ELEMENTWISE
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
         values = state.token.record.values
         self._slots = sorted(op.slots())
@@ -75,10 +83,11 @@ class Plan:
 
     def _has_settings(self, leaf: Leaf) -> bool:
         """The same, looked up: what is found to be right is known again by identity."""
-        module, recorded = leaf.module, dict(zip(leaf.attributes, self.op.constants[1:], strict=False))
-        names = [name for name in recorded if name in module.__dict__ and name not in _NOT_SETTINGS]
+        module, row = leaf.module, self.row
+        places = {name: i for i, name in enumerate(leaf.attributes, 1) if row.takes_weight or i in row.settings}
+        names = [name for name in places if name in module.__dict__ and name not in _NOT_SETTINGS]
         pads = self.op.pad[1] if self.op.pad is not None else "zeros"
-        if any(constant(getattr(module, name)) != recorded[name] for name in names):
+        if any(not self._was_seen(places[name], constant(getattr(module, name))) for name in names):
             return False
         if self.row.ndim and getattr(module, "padding_mode", pads) != pads:
             return False
@@ -86,6 +95,50 @@ class Plan:
             names.append("padding_mode")
         self._held = tuple((name, module.__dict__[name]) for name in names)
         return True
+
+    def has_settings(self, bound: Sequence[Any]) -> bool:
+        """Whether a function got settings that it was recorded with, so that its results are within their ranges."""
+        for i, recorded in self._recorded:
+            value = bound[i]
+            if value is not recorded and not (self._takes_any and recorded is None and isinstance(value, Tensor)):
+                given = settings(self.row, bound)
+                return all(self._was_seen(i, given[i]) for i, _ in self._recorded)
+        return True
+
+    def _was_seen(self, position: int, value: Any) -> bool:
+        """Whether a setting was recorded, or is a number between those that were: of it comes nothing beyond them."""
+        baked = self.row.takes_weight or self.op.decision.member_of is not None  # into the packed weight, or its kernel
+        others = () if baked else self.op.other_constants
+        seen = [constants[position] for constants in (self.op.constants, *others)]
+        if value in seen:
+            return True
+        numbers = [number for number in seen if _is_number(number)]
+        if baked or not _is_number(value) or not numbers:
+            return False
+        if len(others) >= _KEPT:  # of more than these, the record forgets some
+            return True
+        within = min(numbers) <= value <= max(numbers)
+        return within and (self.row.name != "div" or min(numbers) > 0 or max(numbers) < 0)
+
+    def _other_settings(self, call: Run, bound: Sequence[Any]) -> None:
+        """The op is called with settings that it was not recorded with: what comes of it has an unknown range."""
+        op, token = self.op, self.state.token
+        given = settings(self.row, bound)
+        got, expected = [given[i] for i, _ in self._recorded], [recorded for _, recorded in self._recorded]
+        if token.strict:
+            raise DeviationError(
+                "an op has other settings than were recorded",
+                path=op.owner,
+                op=op.path,
+                expected=expected,
+                got=got,
+                hint="calibrate with inputs that take these settings",
+            )
+        token.warn_once(
+            f"settings {op.path}",
+            f"dbrq: {op.path} runs in float: it has the settings {got} and was recorded with {expected}",
+        )
+        call.unsure = call.strays = True
 
     # Where values come from
 
@@ -144,6 +197,8 @@ class Plan:
 
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         """The op as a leaf module."""
+        if not self.keeps_settings(leaf):
+            return call.unrecorded_leaf(leaf, args, kwargs)
         with without_function_modes():
             if self.op.decision.precision == "float":
                 self._note_origins(call, args[:1])
@@ -156,7 +211,10 @@ class Plan:
     def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
         bound = spelling.bind(args, kwargs)
-        if self.op.decision.precision == "float" or kwargs.get("out") is not None:
+        other = not self.has_settings(bound) and not self.any_time  # of those, no range is known anyway
+        if other:
+            self._other_settings(call, bound)
+        if other or self.op.decision.precision == "float" or kwargs.get("out") is not None:
             self._note_origins(call, bound)
             inplace = spelling.inplace or asks_inplace(spelling.row, bound)
             return self.float_result(call, call.run_float(func, args, kwargs, inplace))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .. import op_facts
 from ..kernels import pad_mode
-from ..mappings import DROPOUTS, FUNCTIONS, OpRow, Role, drops
+from ..mappings import DROPOUTS, FUNCTIONS, OpRow, drops
 from ..op_facts import may_alias
 from ..pytree import tree_map
 from ..tensors import Int8Tensor, Int8Weight, Lazy
 
 SAME = frozenset({"identity", "contiguous", *DROPOUTS})
+_MAKERS = frozenset({"pad", "view", *DROPOUTS})
 #: What copies elements or does not, as the layout of what it is given and its settings have it.
 AS_LAID_OUT = SAME | op_facts.AS_LAID_OUT
 # Data may be channels_last inside; the user's code sees contiguous values, of which a view is always possible.
@@ -28,21 +29,17 @@ RESHAPED: dict[str, Callable] = {
 }
 
 
-def only_moves(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
-    """Whether a call moves elements and does nothing else: a dropout that drops does."""
-    return row.role is Role.PASS and not (row.name in DROPOUTS and drops(row, FUNCTIONS[func].bind(args, kwargs)))
+def makes_elements(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
+    """Whether a call of an op that moves elements gives others: a pad with a number, an active dropout, other dtypes.
 
-
-def keeps_qparams(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> bool:
-    """Whether ``func`` on an int8 value gives elements of that value, which its qparams fit."""
-    if row.name == "to":
-        return _keeps_float32(func, args, kwargs)
+    What it gives is then no value that was moved, but one that it made.
+    """
+    if row.name not in _MAKERS:
+        return False
     bound = FUNCTIONS[func].bind(args, kwargs)
-    if row.name in DROPOUTS:
-        return not drops(row, bound)
     if row.name == "pad":  # only zero is sure to be representable
-        return bound[2] != "constant" or not bound[3]
-    return not (row.name == "view" and names_dtype(args, kwargs))
+        return bound[2] == "constant" and bool(bound[3])
+    return names_dtype(args, kwargs) if row.name == "view" else drops(row, bound)
 
 
 def names_dtype(args: Any, kwargs: Any) -> bool:
@@ -51,8 +48,8 @@ def names_dtype(args: Any, kwargs: Any) -> bool:
 
 
 def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:
-    """``func`` on an int8 activation or weight; None where only float elements will do."""
-    if row.name == "to" and not keeps_qparams(func, row, args, kwargs):
+    """``func``, which only moves elements, on an int8 activation or weight; None where only float ones will do."""
+    if row.name == "to" and not keeps_float32(args, kwargs):
         return None
     if row.name in ("to", "contiguous") and isinstance(subject, Int8Tensor) and _asks_for_a_copy(args, kwargs):
         # Marked as sharing elements: nobody knows whether a write to it is one to the value.
@@ -63,7 +60,7 @@ def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -
         if row.name in SAME:
             return subject if row.name == "contiguous" and subject.is_contiguous() else None
         return subject if row.name in ("detach", "data") else subject.moved(func, args[1:], kwargs)
-    if not isinstance(subject, Int8Tensor) or not keeps_qparams(func, row, args, kwargs):
+    if not isinstance(subject, Int8Tensor):
         return None
     if row.name in SAME:
         return subject
@@ -107,7 +104,7 @@ def _asks_for_a_copy(args: tuple, kwargs: dict) -> bool:
     return any(value is True or (isinstance(value, torch.memory_format) and value not in _PLAIN) for value in given)
 
 
-def _keeps_float32(func: Callable, args: tuple, kwargs: dict) -> bool:
+def keeps_float32(args: tuple, kwargs: dict) -> bool:
     """Whether a ``.to``, ``.float`` or ``.type_as`` leaves a float32 CPU tensor as it is."""
     for value in (*args[1:], *kwargs.values()):
         if isinstance(value, torch.dtype) and value is not torch.float32:

@@ -43,7 +43,6 @@ from .signature import Inputs
 from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor
 from .torchscript_form import holdable, name_of, scriptable
 
-_UNHOOKED = (Role.PASS, Role.FLOAT)
 _SAME = views.SAME | {"to", "clone", "detach", "data"}
 
 
@@ -184,9 +183,9 @@ class GraphRun(RunCall):
         if FUNCTIONS.get(func) is None and func not in self._inside and not self._can_hold(func, args, kwargs):
             return self._looked_into(func, types, args, kwargs)
         spelling = FUNCTIONS.get(func)
-        if spelling is not None and views.only_moves(func, spelling.row, args, kwargs):
+        if spelling is not None and spelling.row.role is Role.PASS:
             return self._moved(func, spelling.row, args, kwargs)
-        if self._plain or spelling is None or spelling.row.role in _UNHOOKED or not has_float(args, kwargs):
+        if self._plain or spelling is None or spelling.row.role is Role.FLOAT or not has_float(args, kwargs):
             return self._float(func, args, kwargs)
         assert self.frame is not None
         bound = spelling.bind(args, kwargs) if spelling.row.takes_weight else None
@@ -242,6 +241,8 @@ class GraphRun(RunCall):
 
     def _moved(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
         """An op that only moves elements: qparams pass through."""
+        if views.makes_elements(func, row, args, kwargs):
+            return self._float(func, args, kwargs)
         subject: Any = args[0] if args else kwargs.get("input")
         known = self.recorder.known(subject)
         if row.name in DROPOUTS:
@@ -254,9 +255,8 @@ class GraphRun(RunCall):
         if known is None or isinstance(subject, Int8Weight):
             return self.recorder.call(func, args, kwargs)
         tag, qparams = known.tag, known.qparams
-        if qparams is None or not views.keeps_qparams(func, row, args, kwargs):
-            output = self.recorder.call(func, args, kwargs)
-            return tree_map(lambda leaf: self._with_tag(leaf, tag), output)
+        if qparams is None or (row.name == "to" and not views.keeps_float32(args, kwargs)):
+            return tree_map(lambda leaf: self._with_tag(leaf, tag), self.recorder.call(func, args, kwargs))
         if row.name in _SAME:
             return self.recorder.alias(self.recorder.execute(func, args, kwargs), subject)
         reshape: Any = views.RESHAPED.get(row.name, func)

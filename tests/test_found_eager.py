@@ -1,0 +1,125 @@
+"""Found by an audit of converted models: silent wrong numbers, and errors that were none of dbrq's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import sqnr
+from torch import Tensor, nn
+
+import dbrq
+
+ROWS = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+IMAGES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+
+class Rows(nn.Module):
+    """Layers for a forward to choose from."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        torch.manual_seed(1)
+        self.function = function
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+        self.elu = nn.ELU()
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+class Images(Rows):
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+
+def quantized(model: nn.Module, data: Sequence[Any], strict: bool = False) -> nn.Module:
+    prepared = dbrq.prepare(copy.deepcopy(model).eval(), data[0])
+    dbrq.calibrate(prepared, data, progress=False)
+    return dbrq.convert(prepared, strict=strict)
+
+
+def quietly(model: Callable, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model(*args)
+
+
+# Settings of functions
+
+#: name -> model, what calibration gives beside the data, what it never gave
+SETTINGS: dict[str, tuple[nn.Module, tuple, Any]] = {
+    "interpolate": (
+        Images(lambda m, x, mode: m.b(F.interpolate(F.relu(m.a(x)), scale_factor=2, mode=mode))), ("nearest",),
+        "bicubic"),
+    "a number": (Rows(lambda m, x, k: m.b(F.relu(m.a(x)) * k)), (1.0,), 50.0),
+    "a number, in place": (Rows(lambda m, x, k: m.b(F.relu(m.a(x)).mul_(k))), (1.0,), 50.0),
+    "a tensor for a number": (Rows(lambda m, x, k: m.b(F.relu(m.a(x)) * k)), (1.0,), torch.full((8, 16), 50.0)),
+    "a number for a tensor": (Rows(lambda m, x, k: m.b(m.a(x) + k)), (torch.full((8, 16), 0.5),), 50.0),
+    "one of several numbers": (Rows(lambda m, x, k: m.b(F.relu(m.a(x)) * k)), (1.0, 3.0, 2.0), 50.0),
+    "alpha": (Rows(lambda m, x, k: m.c(torch.add(m.a(x), m.b(x), alpha=k))), (1,), 40),
+    "rounding": (Rows(lambda m, x, k: m.b(torch.div(m.a(x), 0.5, rounding_mode=k))), (None,), "floor"),
+    "slope": (Rows(lambda m, x, k: m.b(F.leaky_relu(torch.sin(m.a(x)), k))), (0.1,), 30.0),
+    "bound": (Rows(lambda m, x, k: m.b(torch.clamp(torch.exp(m.a(x)), k, 50.0))), (0.1,), 40.0),
+    "pad": (Rows(lambda m, x, k: m.b(F.pad(m.a(x), (0, 4), value=k)[:, 4:])), (0.0,), 50.0),
+    "dropout": (Rows(lambda m, x, k: m.b(F.dropout(m.a(x), 0.99, training=k))), (False,), True),
+    "divisor": (
+        Images(lambda m, x, k: m.b(F.avg_pool2d(F.relu(m.a(x)), 2, divisor_override=k))), (None,), 1),
+    "indices": (
+        Images(lambda m, x, k: (lambda y: m.b(y[0] if k else y))(F.max_pool2d(F.relu(m.a(x)), 2, return_indices=k))),
+        (False,), True),
+    "a module's": (
+        Rows(lambda m, x, k: setattr(m.elu, "alpha", k) or m.b(m.elu(torch.sin(m.a(x))))), (1.0,), 60.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_than_were_recorded(name: str) -> None:
+    model, recorded, other = SETTINGS[name]
+    data = [(x, recorded[i % len(recorded)]) for i, x in enumerate(IMAGES if isinstance(model, Images) else ROWS)]
+    converted, strict = quantized(model, data), quantized(model, data, strict=True)
+    x = data[0][0]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was recorded is no cause to warn
+        for value in recorded:
+            assert sqnr(model(x, value), converted(x, value)) > 25
+    with torch.no_grad(), pytest.warns(UserWarning, match="runs in float"):
+        torch.manual_seed(0)
+        result = converted(x, other)
+    torch.manual_seed(0)
+    assert sqnr(model(x, other), result) > 20
+    with torch.no_grad(), pytest.raises(dbrq.DeviationError):
+        strict(x, other)
+
+
+def test_a_number_between_those_recorded_is_none_of_these() -> None:
+    model = Rows(lambda m, x, k: m.b(F.relu(m.a(x)) * k))
+    strict = quantized(model, [(x, k) for x, k in zip(ROWS, (1.0, 2.0, 4.0, 4.0), strict=True)], strict=True)
+    with torch.no_grad():
+        assert sqnr(model(ROWS[0], 3.0), strict(ROWS[0], 3.0)) > 25
+
+
+def test_sizes_are_no_settings() -> None:
+    def forward(m: Images, x: Tensor) -> Tensor:
+        h = F.avg_pool2d(F.pad(F.relu(m.a(x)), (0, x.shape[-1] % 4)), x.shape[-1] // 4)
+        return m.b(F.interpolate(h, size=(h.shape[-1] + 3, 8)) + 0.0)
+
+    model = Images(forward)
+    strict = quantized(model, IMAGES, strict=True)
+    with torch.no_grad():
+        for size in (12, 17, 20):
+            x = torch.randn(2, 3, size, size)
+            assert sqnr(model(x), strict(x)) > 15
+
+
+def test_a_recorded_pad_with_a_number_has_a_range_of_its_own() -> None:
+    model = Rows(lambda m, x: m.b(F.pad(m.a(x), (0, 4), value=50.0)[:, 4:]) + m.c(m.a(x)))
+    strict = quantized(model, ROWS, strict=True)
+    with torch.no_grad():
+        assert sqnr(model(ROWS[0]), strict(ROWS[0])) > 25
