@@ -123,3 +123,26 @@ def test_a_recorded_pad_with_a_number_has_a_range_of_its_own() -> None:
     strict = quantized(model, ROWS, strict=True)
     with torch.no_grad():
         assert sqnr(model(ROWS[0]), strict(ROWS[0])) > 25
+
+
+# Biases, weights
+
+
+class OneNumber(nn.Module):
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("backend", ["converted", "torchscript"])
+def test_a_bias_of_one_number(shape: tuple[int, ...], backend: str) -> None:
+    model = OneNumber(shape)
+    run = quantized(model, ROWS)
+    run = run if backend == "converted" else dbrq.lower(run, ROWS[0], backend=backend)
+    with torch.no_grad():
+        assert sqnr(model(ROWS[0]), run(ROWS[0])) > 35

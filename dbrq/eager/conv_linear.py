@@ -170,7 +170,7 @@ class ComputePlan(Plan):
         scale = self.weight.scale(self.modules)
         bias = None
         if self.op.bias is not None:
-            bias = tensor_of(self.op.bias, self.modules)
+            bias = tensor_of(self.op.bias, self.modules).expand(scale.shape)  # of linear, it may be one number
             sources.append(source_of(self.op.bias, self.modules))
         if folded:
             sources += [source_of(ref, self.modules) for ref in self.steps[0].norm if ref is not None]
