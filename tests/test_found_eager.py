@@ -146,3 +146,85 @@ def test_a_bias_of_one_number(shape: tuple[int, ...], backend: str) -> None:
     run = run if backend == "converted" else dbrq.lower(run, ROWS[0], backend=backend)
     with torch.no_grad():
         assert sqnr(model(ROWS[0]), run(ROWS[0])) > 35
+
+
+class Bank(nn.Linear):
+    """A layer whose weight is one of several."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        del self._parameters["weight"]
+        self.bank, self.index = nn.Parameter(torch.randn(2, 16, 16) * 0.3), 0
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.bank[self.index]
+
+
+class Chooses(Rows):
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, i: setattr(m.a, "index", i) or m.b(F.relu(m.a(x))))
+        self.a = Bank()
+
+
+def with_weight_of(other: str) -> Callable:
+    def forward(m: Rows, x: Tensor, flag: bool) -> Tensor:
+        if flag:
+            m.a.weight = getattr(m, other).weight
+        return m.b(F.relu(m.a(x)))
+
+    return forward
+
+
+def kept(m: Rows, x: Tensor, flag: bool) -> Tensor:
+    """The weight is read in float too, so it stays as a parameter."""
+    if flag:
+        m.a.weight = nn.Parameter(m.a.weight.detach() * 3)
+    return m.b(F.relu(m.a(x))) + m.a.weight.sin().sum()
+
+
+def with_bias(m: Rows, x: Tensor, flag: bool) -> Tensor:
+    if flag:
+        m.a.bias = None
+    return m.b(F.relu(m.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "recorded", "other"),
+    [
+        (Chooses(), 0, 1),
+        (Rows(with_weight_of("b")), False, True),
+        (Rows(kept), False, True),
+        (Rows(with_bias), False, True),
+    ],
+    ids=["property", "used elsewhere", "kept", "no bias"],
+)
+def test_a_layer_has_another_weight(model: nn.Module, recorded: Any, other: Any) -> None:
+    data = [(x, recorded) for x in ROWS]
+    converted = quantized(model, data)
+    with torch.no_grad():
+        for value in (recorded, other):
+            result, expected = quietly(converted, ROWS[0], value), copy.deepcopy(model)(ROWS[0], value)
+            assert sqnr(expected, result) > 30, value
+
+
+def test_weights_assigned_to_a_converted_model() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.LSTM(16, 16), nn.LSTM(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)[0] + self.b(x)[0]
+
+    dynamic = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.default_dynamic_qconfig)
+    for model, names in ((Rows(lambda m, x: m.b(F.relu(m.a(x)))), ["weight"]), (Recurrent(), ["weight_hh_l0"])):
+        mapping = dynamic if isinstance(model, Recurrent) else None
+        converted = dbrq.quantize(copy.deepcopy(model).eval(), ROWS, mapping, progress=False)
+        with torch.no_grad():
+            converted(ROWS[0])
+            for name in names:
+                setattr(model.a, name, getattr(model.b, name))
+                setattr(converted.a, name, getattr(converted.b, name))
+            assert sqnr(model(ROWS[0]), quietly(converted, ROWS[0])) > 25

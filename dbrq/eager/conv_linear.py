@@ -17,7 +17,7 @@ from ..kernels.ranges import seven_bits
 from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
-from ..tensors import UNSURE, Int8Tensor, plain, row_major, set_tag
+from ..tensors import UNSURE, Int8Tensor, Int8Weight, plain, row_major, set_tag
 from .arguments import activations, constant
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
@@ -76,9 +76,19 @@ class ComputePlan(Plan):
             return False
         if not self.weight.ref.computed:
             return is_weight(bound[1], self.weight.ref, self.modules)
+        return self._is_stored(bound[1])
+
+    def stored(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        return [("weight", self._is_stored), ("bias", self._is_bias)]
+
+    def _is_stored(self, weight: Any) -> bool:
+        """Whether a leaf module's weight is the int8 one, or the float one that this was made of."""
+        if isinstance(weight, Int8Weight):
+            return is_weight(weight, self.weight.ref, self.modules)
+        if self.replaced.get(self.weight.ref.name) is not None:
+            return True  # ``packed`` says more
         with without_function_modes():
-            int8, scale = self.weight.int8(self.modules), self.weight.scale(self.modules)
-            return rounds_to(bound[1], int8, scale, *self._levels)
+            return rounds_to(weight, self.weight.int8(self.modules), self.weight.scale(self.modules), *self._levels)
 
     def _is_bias(self, bias: Any) -> bool:
         """Whether a bias is the one that was recorded; any tensor is, where forward computes it."""

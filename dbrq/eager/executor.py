@@ -37,6 +37,8 @@ def _has_elements(x: Tensor) -> bool:
 
 #: What of a batch norm converted models do not ask for: they stay as they were at conversion (docs/training.md).
 _NOT_SETTINGS = ("training",)
+#: Is no attribute of any module.
+_NEVER = object()
 #: The record holds so many settings of an op beside the first (record/merge.py).
 _KEPT = 8
 
@@ -56,7 +58,7 @@ class Plan:
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
-        self._held: tuple[tuple[str, Any], ...] | None = None  # settings of a leaf module that are those recorded
+        self._held: list[tuple[dict, str, Any]] | None = None  # what a leaf module has and was recorded with
         self._recorded = [(i, op.constants[i]) for i in op.row.settings if i < len(op.constants)]
         self._takes_any = op.row.role is Role.ELEMENTWISE
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
@@ -72,11 +74,10 @@ class Plan:
         """Try the kernel that the recorded run leads to (``selfcheck``), so that the first call need not."""
 
     def keeps_settings(self, leaf: Leaf) -> bool:
-        """Whether a leaf module has the settings that it was recorded with."""
+        """Whether a leaf module has the settings, weight and bias that it was recorded with."""
         if self._held is None:
             return self._has_settings(leaf)
-        held = leaf.module.__dict__
-        for name, value in self._held:
+        for held, name, value in self._held:
             if held.get(name) is not value:
                 return self._has_settings(leaf)
         return True
@@ -93,8 +94,22 @@ class Plan:
             return False
         if "padding_mode" in module.__dict__:
             names.append("padding_mode")
-        self._held = tuple((name, module.__dict__[name]) for name in names)
+        held = [(module.__dict__, name, module.__dict__[name]) for name in names]
+        for name, is_stored in self.stored():
+            if not is_stored(getattr(module, name)):
+                return False
+            registered = (module.__dict__, module._parameters, module._buffers)
+            place = next((place for place in registered if name in place), None)
+            if place is None or hasattr(type(module), name):  # code chooses it, each time
+                held.append((module.__dict__, name, _NEVER))
+            else:
+                held.append((place, name, place[name]))
+        self._held = held
         return True
+
+    def stored(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        """The weight and the bias of a leaf module, each with what tells whether it is the one that was stored."""
+        return []
 
     def has_settings(self, bound: Sequence[Any]) -> bool:
         """Whether a function got settings that it was recorded with, so that its results are within their ranges."""

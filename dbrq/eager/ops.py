@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..kernels.ranges import seven_bits
 from ..mappings import Role
 from ..pytree import tree_map
 from ..record.record import SeenOp
-from ..tensors import Int8Tensor, plain
+from ..tensors import Int8Tensor, Int8Weight, plain
 from .conv_linear import ComputePlan, DynamicLinearPlan, FusedPlan
 from .executor import Plan
 from .float_reference import run_float
@@ -126,7 +127,13 @@ class EmbeddingPlan(Plan):
         self.axis = state.token.weight_axes[op.weight.key]
 
     def fits(self, bound: Sequence[Any]) -> bool:
-        return is_weight(bound[1], self.weight, self.modules)
+        return self._is_stored(bound[1])
+
+    def stored(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        return [("weight", self._is_stored)]
+
+    def _is_stored(self, weight: Any) -> bool:
+        return is_weight(weight, self.weight, self.modules)
 
     def _rows(self, index: Tensor) -> Tensor:
         buffers = self.owner._buffers
@@ -171,7 +178,17 @@ class RecurrentPlan(Plan):
         assert op.qconfig is not None
         self.reduce_range = seven_bits(op.qconfig.activation())
 
+    def stored(self) -> list[tuple[str, Callable[[Any], bool]]]:
+        module = self.state.token.modules[self.op.leaf or ""]
+        return [(name, functools.partial(self._is_stored, name)) for name, _ in recurrent_weights(module)]
+
+    def _is_stored(self, name: str, weight: Any) -> bool:
+        owner = self.state.token.modules[self.op.leaf or ""]
+        return isinstance(weight, Int8Weight) and weight.owner is owner and weight.parameter == name
+
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
+        if not self.keeps_settings(leaf):
+            return call.unrecorded_leaf(leaf, args, kwargs)
         with torch.no_grad(), without_function_modes():
             args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)

@@ -198,8 +198,8 @@ class StockLinear:
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         require(weight.dtype is torch.int8 and weight.dim() == 2, "linear", "an int8 weight of rank 2", weight)
-        fits = bias is None or bias.shape == weight.shape[:1]  # others the kernel takes for none
-        require(fits, "linear", f"a bias of shape {list(weight.shape[:1])}", bias)
+        if bias is not None:  # one of another shape, the kernel takes for none
+            require(bias.shape == weight.shape[:1], "linear", f"a bias of shape {list(weight.shape[:1])}", bias)
         self.weight, self.weight_shape = weight, weight.shape
         self.scale = scale.to(torch.float32).contiguous()
         self.bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
