@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.node import _get_qualified_name
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
@@ -66,6 +67,19 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 #: A tensor without elements of a class that has ``__torch_dispatch__``.
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+# Derivatives
+
+#: Whether a tensor stands for others inside vmap, or is followed by torch.func's grad, jvp and the like.
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+#: How many of torch.func's transforms are on; None for none.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
+def dual_level() -> int:
+    """The level of forward-mode AD that is on, -1 for none."""
+    return forward_ad._current_level
+
 
 # Ops
 

@@ -28,13 +28,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._torch import count_dispatch_modes, current_function_mode, without_current_function_mode, without_function_modes
+from ._torch import (
+    count_dispatch_modes,
+    current_function_mode,
+    dual_level,
+    transform_level,
+    without_current_function_mode,
+    without_function_modes,
+)
 from .eager import outside, views
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
 from .eager.outside import look, shown
 from .eager.path import FloatFrame, Frame
-from .guards import not_compiled, refuse_fake_mode, without_autocast, without_gradient
+from .guards import not_compiled, refuse_fake_mode, refuse_tangents, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import is_pure, mutates, reads_values, target_of
 from .pytree import named_leaves, tree_leaves, tree_map
@@ -213,6 +220,7 @@ class RunCall(TorchFunctionMode):
         self.provenance = Provenance()
         self.unsure = False  # the op that runs read a value of unknown range
         self.strays = False  # some op of this run did
+        self.transforms = transform_level(), dual_level()
         self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
         self.slow = self.log is not None or self.log_hooks
@@ -225,6 +233,7 @@ class RunCall(TorchFunctionMode):
             refuse_fake_mode(intercepted.path)
         if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
             args, kwargs = tree_map(plain, (args, kwargs))
+        refuse_tangents(intercepted.path, (args, kwargs))
         outer, active.call = active.call, self
         previous, current.provenance = current.provenance, self.provenance
         enabled = torch.is_grad_enabled()
@@ -469,6 +478,12 @@ class RunCall(TorchFunctionMode):
         """Call a hook that only looks; it sees float values."""
         with without_function_modes():
             look(hook, module, path, tree_map(shown, args))
+
+    def follows(self, value: Tensor) -> bool:
+        """Whether forward has torch follow ``value``, to differentiate what is made of it, or to compute it in vmap."""
+        if value.requires_grad and torch.is_grad_enabled():
+            return True
+        return self.transforms != (transform_level(), dual_level())
 
     def tag_of(self, value: Tensor) -> Tag:
         """Who made ``value``."""

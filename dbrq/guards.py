@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from ._torch import FakeTensorMode, dispatch_modes, skip_when_compiling
+from ._torch import FakeTensorMode, dispatch_modes, dual_level, is_wrapped, skip_when_compiling
 from .errors import ERRORS_OF_CODE, ConfigurationError, KernelInputError, QuantizationError
 from .hidden_state import extend, original
 from .mappings import Role
@@ -147,6 +148,15 @@ def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
         return _NoGradient.apply(path, leaf, *wanting)
 
     return tree_map(guarded, output)
+
+
+def refuse_tangents(path: str, inputs: Any) -> None:
+    """Raise where forward-mode AD follows an input: int8 ops would say that all derivatives are 0."""
+    if dual_level() < 0:
+        return
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and (is_wrapped(leaf) or forward_ad.unpack_dual(leaf).tangent is not None):
+            raise _no_gradient(path)
 
 
 def refuse_fake_mode(path: str) -> None:

@@ -722,3 +722,23 @@ def test_each_name_has_a_test() -> None:
     names |= set(_torch.__all__)
     tested = {n.attr for n in ast.walk(_tree(Path(__file__))) if isinstance(n, ast.Attribute) and _root(n) == "_torch"}
     assert {name for name in names if not name.startswith("_")} <= tested
+
+
+def test_what_derivatives_and_transforms_are_on() -> None:
+    seen: list[tuple] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((_torch.is_wrapped(x), _torch.transform_level(), _torch.dual_level()))
+        return x.sum()
+
+    x = torch.ones(2, 3)
+    look(x)
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.hessian(look)(x)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    assert seen == [
+        (False, None, -1), (True, 1, -1), (True, 1, -1), (True, 1, 0), (True, 3, 0), (False, None, 0),
+    ]  # fmt: skip

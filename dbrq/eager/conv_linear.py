@@ -429,6 +429,8 @@ class FusedPlan(Plan):
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
         value, tag = plain(x), call.tag_of(x)
+        if self.is_followed(call, value):
+            return None
         if value.dim():
             self.require_float32(value)
         if not self.expects(tag):
@@ -457,6 +459,8 @@ class DynamicLinearPlan(ComputePlan):
 
     def run(self, call: Run, bound: Sequence[Any]) -> Any:
         x = plain(bound[0])
+        if self.is_followed(call, x):
+            return self._unusual(None, call, bound)
         self.require_float32(x)
         if not x.numel():
             return self._unusual(None, call, bound)

@@ -261,6 +261,8 @@ class Plan:
             return x.data_u8, x.qparams
         tag = call.tag_of(x)
         x = plain(x)
+        if self.is_followed(call, x):
+            return None
         qparams = self.edge(number, tag)
         if qparams is None or self.any_time or not self.expects(tag):
             call.unsure = call.strays = True
@@ -278,6 +280,22 @@ class Plan:
             q = quantize(x.detach(), qparams)
             call.provenance.keep_int8(x, qparams, q)
         return q, qparams
+
+    def is_followed(self, call: Run, x: Tensor) -> bool:
+        """Whether forward wants a derivative of what the op makes of a float value, or computes it under vmap: no int8
+        op has one, or can be. So the op runs in float: raise in strict models, else warn once.
+        """
+        if not call.follows(x):
+            return False
+        what = "forward takes a derivative of it, or calls it under a transform of torch.func"
+        if self.state.token.strict:
+            raise DeviationError(
+                "an int8 op has no derivative", path=self.op.owner, op=self.op.path, got=what,
+                hint="keep the layers that forward differentiates in float (qconfig None)",
+            )  # fmt: skip
+        self.state.token.warn_once(f"derivative {self.op.path}", f"dbrq: {self.op.path} runs in float: {what}")
+        call.unsure = call.strays = True
+        return True
 
     def require_float32(self, x: Tensor) -> None:
         """Raise unless ``x`` has float32 elements in memory: kernels would read where there are none."""
@@ -318,7 +336,7 @@ class Plan:
 
     def write(self, call: Run, value: Tensor) -> Tensor:
         """A float result as the record wants it: quantized, or tagged."""
-        if self.out is None or call.unsure:
+        if self.out is None or call.unsure or self.is_followed(call, value):
             return self.float_result(call, value)
         return Int8Tensor(value.shape, quantize(value, self.out), self.out, self.tag)
 

@@ -16,7 +16,7 @@ from ..errors import QuantizationError
 from ..kernels import PackedLinear, dequantize, ints
 from ..kernels.ranges import seven_bits
 from ..mappings import Role
-from ..pytree import tree_map
+from ..pytree import tree_leaves, tree_map
 from ..record.record import SeenOp
 from ..tensors import Int8Tensor, Int8Weight, plain
 from .conv_linear import ComputePlan, DynamicLinearPlan, FusedPlan
@@ -189,6 +189,11 @@ class RecurrentPlan(Plan):
     def module(self, call: Run, leaf: Leaf, args: tuple, kwargs: dict) -> Any:
         if not self.keeps_settings(leaf):
             return call.unrecorded_leaf(leaf, args, kwargs)
+        given = [plain(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(self.is_followed(call, x) for x in given):
+            with without_function_modes():
+                args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
+                return self.float_result(call, leaf.original(*args, **kwargs))
         with torch.no_grad(), without_function_modes():
             args, kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
             output = run_recurrent(leaf.module, self.packed(leaf.module), args, kwargs, self.reduce_range)
