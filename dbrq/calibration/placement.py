@@ -118,6 +118,8 @@ class Placement:
         bad = [i.dtype for _, vid in op.activations if (i := self.record.values[vid].info).dtype is not torch.float32]
         if bad:
             return f"its input is {bad[0]}, and int8 kernels stand in for float32"
+        if (made := self.record.values[op.result.id].info.dtype) is not torch.float32:  # autocast in forward
+            return f"its result is {made}, and int8 kernels stand in for float32"
         if role is Role.EMBEDDING:
             if mode != "weight_only":
                 return "embeddings take a weight-only qconfig"
