@@ -270,6 +270,12 @@ class Int8Tensor(Lazy):
 
     def become(self, other: Tensor) -> None:
         """Take another value, as an in-place op does."""
+        shape = other.size_ if isinstance(other, Int8Tensor) else other.shape
+        if shape != self.size_:
+            raise QuantizationError(
+                "an in-place op changes the shape of an int8 value", expected=tuple(self.size_), got=tuple(shape),
+                hint="let example_inputs take this path, which keeps the value in float, or write the op out of place",
+            )  # fmt: skip
         if self.alias is not None and any(view() is not None and view() is not self for view in self.alias):
             raise QuantizationError(
                 "an in-place op writes to an int8 value that has views",

@@ -303,3 +303,63 @@ def test_forward_mode_derivatives_of_a_converted_model_are_refused() -> None:
         run(x)  # of which none is asked for
         with pytest.raises(dbrq.QuantizationError, match="no gradient"):
             run(torch.autograd.forward_ad.make_dual(x, x))
+
+
+# Other dtypes
+
+
+def test_autocast_in_forward() -> None:
+    def forward(m: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = m.a(x)
+            g = F.linear(x, m.c.weight)
+        return h, m.b(h.float()) + g
+
+    model = Rows(forward)
+    converted = quantized(model, ROWS, strict=True)
+    with torch.no_grad():
+        for expected, result in zip(model(ROWS[0]), converted(ROWS[0]), strict=True):
+            assert result.dtype is expected.dtype and sqnr(expected.float(), result.float()) > 30
+    rows = {row.path: row for row in dbrq.report(converted).rows}
+    assert [rows[name].precision for name in ("a", "b", "linear.0")] == ["float", "int8", "float"]
+    assert "bfloat16" in rows["a"].reason
+
+
+# Values, as the user's code has them
+
+RESHAPES: dict[str, Callable[[Tensor], Any]] = {
+    "unsqueeze_": lambda h: h.unsqueeze_(0),
+    "squeeze_": lambda h: h.squeeze_(),
+    "t_": lambda h: h.t_(),
+    "transpose_": lambda h: h.transpose_(0, 1),
+    "swapaxes_": lambda h: h.swapaxes_(0, 1),
+    "resize_": lambda h: h.resize_(4, 16),
+    "resize_as_": lambda h: h.resize_as_(torch.zeros(2, 2)),
+    "as_strided_": lambda h: h.as_strided_((2, 2), (1, 1)),
+    "set_": lambda h: h.set_(torch.zeros(3)),
+    "data": lambda h: setattr(h, "data", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_in_place_op_that_changes_the_shape(name: str, fused: bool) -> None:
+    def forward(m: Rows, x: Tensor, flag: bool) -> Tensor:
+        h = m.a(x) if fused else F.relu(m.a(x))
+        if flag:
+            RESHAPES[name](h)
+        m.kept = h
+        return m.b(F.relu(h.reshape(-1, 16))) if h.numel() % 16 == 0 else h
+
+    model, rows = Rows(forward), [x[:1] if name == "squeeze_" else x for x in ROWS]
+    recorded = quantized(model, [(x, True) for x in rows])
+    never = quantized(model, [(x, False) for x in rows])
+    with torch.no_grad():
+        expected = model(rows[0], True)
+        assert sqnr(expected, recorded(rows[0], True)) > 30 or not expected.any()
+        try:
+            result = quietly(never, rows[0], True)
+        except dbrq.QuantizationError:
+            assert sqnr(model(rows[0], False), never(rows[0], False)) > 30
+        else:
+            assert result.shape == expected.shape and (sqnr(expected, result) > 30 or not expected.any())
