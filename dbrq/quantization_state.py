@@ -56,6 +56,7 @@ class AutoQuantizationState(nn.Module):
     _hooks: dict[int, Hooks]
     _plans: dict[SeenOp, Hook]
     _any: dict[Place, tuple[list[Hook], int]] | None
+    _homes: dict[str, Hook]
     _any_lists: dict[tuple[int, int], list[Hook]]
     _functions: dict[tuple[str, Any], list[tuple[Place, Hook]]]
     _shared: tuple[dict[Site, set[Site]], dict[str, list[Place]]] | None
@@ -263,6 +264,22 @@ class AutoQuantizationState(nn.Module):
         hook.any_time = True
         return hook
 
+    def home(self, ops: Sequence[SeenOp]) -> Hook:
+        """The hook of a leaf module that is called by itself, outside of the model: it reads with the ranges of all
+        that its ``ops`` read, the first of which is called here.
+        """
+        path = ops[0].leaf
+        assert path is not None
+        hook = self._homes.get(path)
+        if hook is None:
+            with without_function_modes():
+                hook = self._plan_any(ops[:1] if _are_alike(ops) else ops)
+                if hook.reads:
+                    keys = [(op.owner, key) for op in ops for read in op.decision.reads for _, key in read.edges]
+                    hook.read_qparams = [together([self.token.states[owner].qparams(key) for owner, key in keys])]
+            self._homes[path] = hook
+        return hook
+
     def places_of_leaf(self, path: str) -> list[Place]:
         """The recorded places that a leaf module which is called now may be at: its calls on this line, or any."""
         places = self._sharing()[1].get(path, [])
@@ -329,7 +346,7 @@ class AutoQuantizationState(nn.Module):
 
 def _nothing_derived() -> dict[str, Any]:
     """What a state makes of what was seen when it is asked to, and copies and files do without."""
-    return {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_functions": {}, "_shared": None}
+    return {"_hooks": {}, "_plans": {}, "_any": None, "_any_lists": {}, "_functions": {}, "_shared": None, "_homes": {}}
 
 
 def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
@@ -340,7 +357,7 @@ def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
     decisions = [op.decision for op in ops]
     if len(ops) == 1:
         return replace(last)
-    if any(d.precision != "int8" or d.mode != last.decision.mode for d in decisions):
+    if not _are_alike(ops):
         return replace(last, decision=Decision(reason="it does not always run in int8"))
     reads = []
     for read in last.decision.reads:
@@ -351,6 +368,11 @@ def _any_time(ops: Sequence[SeenOp]) -> SeenOp:
         first = next(m for m in merged if m[0] == read.tag)
         reads.append(Read(read.slot, first[1], read.tag, tuple(m for m in merged if m is not first)))
     return replace(last, decision=replace(last.decision, reads=tuple(reads)))
+
+
+def _are_alike(ops: Sequence[SeenOp]) -> bool:
+    """Whether all of ``ops`` run in int8, in one way."""
+    return all(op.decision.precision == "int8" and op.decision.mode == ops[-1].decision.mode for op in ops)
 
 
 def _edges(decisions: Iterable[Decision], slot: int) -> Iterable[tuple[Tag, Key]]:

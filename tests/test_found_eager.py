@@ -363,3 +363,33 @@ def test_an_in_place_op_that_changes_the_shape(name: str, fused: bool) -> None:
             assert sqnr(model(rows[0], False), never(rows[0], False)) > 30
         else:
             assert result.shape == expected.shape and (sqnr(expected, result) > 30 or not expected.any())
+
+
+# Layers called by themselves
+
+
+def test_a_layer_by_itself_reads_with_all_its_ranges() -> None:
+    class Inner(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * 100)
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.inner = Inner(self.a)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.a(x * 0.01)) + self.a(x * 10) + self.inner(x)
+
+    model = Shared()
+    converted = quantized(model, ROWS, strict=True)
+    with torch.no_grad():
+        for factor in (10, 100):
+            assert sqnr(model.a(ROWS[0] * factor), converted.a(ROWS[0] * factor)) > 20
+        assert torch.equal(converted.unused(ROWS[0]), model.unused(ROWS[0]))

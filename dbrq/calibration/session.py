@@ -110,12 +110,9 @@ class QuantizedModelToken(ModelToken):
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:
-        """The hook of the first op recorded for a leaf module."""
-        for op in self.record.hooked():
-            if op.leaf == intercepted.path:
-                state = self.states[op.owner]
-                return None if state.opaque else state.plan(op)
-        return None
+        ops = [op for op in self.record.hooked() if op.leaf == intercepted.path]
+        state = self.states[ops[0].owner] if ops else None
+        return None if state is None or state.opaque else state.home(ops)
 
     def warn_of_saturation(self) -> None:
         """Say so where this CPU computes with fewer bits than the model was made with."""

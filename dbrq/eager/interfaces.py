@@ -113,6 +113,7 @@ class Hook(Protocol):
     row: OpRow
     module_path: str | None
     reads: Sequence[Read]
+    read_qparams: list[QParams]
     spots: set[Spot]
     deep: bool
     sited: bool
