@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from . import guards
 from ._torch import (
     count_dispatch_modes,
     current_function_mode,
@@ -37,11 +38,11 @@ from ._torch import (
     without_function_modes,
 )
 from .eager import outside, views
+from .eager.arguments import has_float
 from .eager.decompositions import DECOMPOSABLE, decomposed
 from .eager.interfaces import Hook
 from .eager.outside import look, shown
 from .eager.path import FloatFrame, Frame
-from .guards import not_compiled, refuse_fake_mode, refuse_tangents, without_autocast, without_gradient
 from .mappings import FUNCTIONS, OpRow, Role, function_name
 from .op_facts import is_pure, mutates, reads_values, target_of
 from .pytree import named_leaves, tree_leaves, tree_map
@@ -83,10 +84,12 @@ class ModelToken:
     Attributes:
         phase: "observe" or "int8".
         strict: leaving the recorded paths raises.
-        record: what runs showed; subclasses have it.
+        record: what runs showed; subclasses have it, and ...
+        weight_axes: ... the canonical place of each int8 weight, with the axis of its scales.
     """
 
     record: Record
+    weight_axes: dict[tuple[str, str], int | None]
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -102,7 +105,7 @@ class ModelToken:
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
         if torch.is_autocast_enabled("cpu"):
-            with without_autocast():
+            with guards.without_autocast():
                 return self.start(intercepted, args, kwargs)
         if current_function_mode() is active.call is not None:
             with without_current_function_mode():  # a model called by another: its ops are not the other's
@@ -140,7 +143,7 @@ class InterceptedForward:
         self.passes = self.is_torch_leaf = self.opaque = self.only_watched = False
         self.state: AutoQuantizationState | None = None
 
-    @not_compiled
+    @guards.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = active.call
         if call is None or call.token is not self.token:
@@ -230,10 +233,10 @@ class RunCall(TorchFunctionMode):
     @border
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         if count_dispatch_modes():
-            refuse_fake_mode(intercepted.path)
+            guards.refuse_fake_mode(intercepted.path)
         if any(isinstance(leaf, Lazy) for leaf in tree_leaves((args, kwargs))):  # of a model that calls this one
             args, kwargs = tree_map(plain, (args, kwargs))
-        refuse_tangents(intercepted.path, (args, kwargs))
+        guards.refuse_tangents(intercepted.path, (args, kwargs))
         outer, active.call = active.call, self
         previous, current.provenance = current.provenance, self.provenance
         enabled = torch.is_grad_enabled()
@@ -244,11 +247,14 @@ class RunCall(TorchFunctionMode):
                 else:
                     self._tag_inputs(intercepted, args, kwargs)
                     output = self._leave(self.enter(intercepted, args, kwargs))
+        except KeyError as error:
+            guards.explain_missing(error, intercepted.path, self.token.weight_axes)
+            raise
         finally:
             active.call, current.provenance = outer, previous
             self.provenance.end()
         if enabled:
-            return without_gradient(intercepted.path, output, (*args, *kwargs.values()))
+            return guards.without_gradient(intercepted.path, output, (*args, *kwargs.values()))
         return output
 
     def _tag_inputs(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> None:
@@ -492,13 +498,3 @@ class RunCall(TorchFunctionMode):
                 return UNSURE
             return value.tag if value.deferred is None else value.deferred.tag(value.stage)
         return self.provenance.tag(value)
-
-
-def has_float(args: tuple, kwargs: dict) -> bool:
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, Tensor):
-            if arg.dtype.is_floating_point:
-                return True
-        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor) and arg[0].dtype.is_floating_point:
-            return True
-    return False

@@ -150,6 +150,18 @@ def without_gradient(path: str, output: Any, inputs: Iterable[Any]) -> Any:
     return tree_map(guarded, output)
 
 
+def explain_missing(error: KeyError, path: str, weights: Iterable[tuple[str, str]]) -> None:
+    """Raise what a failed look-up means, if it is for the parameter that an int8 weight was."""
+    name = str(error.args[0]) if error.args else ""
+    for owner, weight in weights:
+        if name in (weight, f"{owner}.{weight}"):
+            raise QuantizationError(
+                f"forward looks for a parameter {name!r} that is an int8 weight now", path=path,
+                expected="the attribute of the module, as in layer.weight", got="a look-up by name: KeyError",
+                hint="read the attribute, or keep the layer in float (qconfig None)",
+            ) from error  # fmt: skip
+
+
 def refuse_tangents(path: str, inputs: Any) -> None:
     """Raise where forward-mode AD follows an input: int8 ops would say that all derivatives are 0."""
     if dual_level() < 0:

@@ -275,7 +275,7 @@ _ACTIVATIONS = [
           post_op=lambda args: PostOp("gelu", (), args[1])),
     OpRow("leaky_relu", Role.ACTIVATION, "input negative_slope=0.01 inplace=False", (F.leaky_relu,), (),
           (F.leaky_relu_,), {nn.LeakyReLU: "negative_slope inplace"},
-          post_op=lambda args: PostOp("leaky_relu", (float(args[1]),))),
+          post_op=lambda args: PostOp("leaky_relu", (float(args[1]),)) if isinstance(args[1], (int, float)) else None),
     OpRow("tanh", Role.ACTIVATION, "input", (torch.tanh, F.tanh), ("tanh",), (torch.tanh_, "tanh_"), {nn.Tanh: ""},
           post_op=_fixed("tanh")),
     OpRow("sigmoid", Role.ACTIVATION, "input", (torch.sigmoid, F.sigmoid), ("sigmoid",),

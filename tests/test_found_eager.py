@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -393,3 +394,58 @@ def test_a_layer_by_itself_reads_with_all_its_ranges() -> None:
         for factor in (10, 100):
             assert sqnr(model.a(ROWS[0] * factor), converted.a(ROWS[0] * factor)) > 20
         assert torch.equal(converted.unused(ROWS[0]), model.unused(ROWS[0]))
+
+
+# Arguments and weights of kinds that are seldom met
+
+
+class Weighed(nn.Module):
+    def __init__(self, function: Callable, *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.w, self.b = function, nn.Parameter(torch.randn(*shape)), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+STRANGE: dict[str, tuple[nn.Module, list[Tensor]]] = {
+    "numpy slope": (Rows(lambda m, x: m.b(F.leaky_relu(m.a(x), np.float32(0.3)))), ROWS),
+    "tensor slope": (Rows(lambda m, x: m.b(F.leaky_relu(m.a(x), torch.tensor(0.3)))), ROWS),
+    "numpy strides": (
+        Images(lambda m, x: F.conv2d(x, m.a.weight, m.a.bias, stride=(np.int64(2), np.int64(2)))), IMAGES),
+    "a weight that is a vector": (Weighed(lambda m, x: m.b(x) + F.linear(x, m.w).unsqueeze(1), 16), ROWS),
+    "no outputs": (nn.Sequential(nn.Linear(16, 0)), ROWS),
+    "no inputs": (nn.Sequential(nn.Linear(0, 4)), [x[:, :0] for x in ROWS]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("name", STRANGE)
+def test_arguments_and_weights_that_are_seldom_met(name: str) -> None:
+    model, data = STRANGE[name]
+    result, expected = quantized(model, data)(data[0]), model(data[0])
+    assert result.shape == expected.shape
+    assert not expected.numel() or torch.equal(expected, result) or sqnr(expected, result) > 30
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [lambda m: m.a._parameters["weight"], lambda m: dict(m.named_parameters())["a.weight"]],
+    ids=["_parameters", "named_parameters"],
+)
+def test_parameters_looked_up_by_name(look_up: Callable) -> None:
+    converted = quantized(Rows(lambda m, x: F.linear(x, look_up(m), m.a.bias)), ROWS)
+    with pytest.raises(dbrq.QuantizationError, match="int8 weight"):
+        converted(ROWS[0])
+    other = quantized(Rows(lambda m, x, key: {"a": m.a(x)}[key]), [(x, "a") for x in ROWS])
+    with pytest.raises(KeyError):
+        other(ROWS[0], "b")
+
+
+def test_inputs_that_cannot_be_copied() -> None:
+    class Plain(Tensor):
+        pass
+
+    with pytest.raises(dbrq.ConfigurationError, match="copied"):
+        dbrq.prepare(nn.Sequential(nn.Linear(16, 4)), ROWS[0].as_subclass(Plain))

@@ -23,7 +23,7 @@ from ..eager import views
 from ..eager.arguments import activations, bind_leaf, constant, settings, specified, spelled_name
 from ..eager.decompositions import decomposed
 from ..eager.outside import look
-from ..errors import ConfigurationError
+from ..errors import ERRORS_OF_CODE, ConfigurationError
 from ..macs import Multiplied
 from ..mappings import (
     DROPOUTS,
@@ -65,7 +65,13 @@ def watch(
     """
     stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
     _check_copied((args, kwargs))
-    args, kwargs = copied_inputs((args, kwargs))
+    try:
+        args, kwargs = copied_inputs((args, kwargs))
+    except ERRORS_OF_CODE as error:
+        raise ConfigurationError(
+            f"an input cannot be copied: {error}", expected="inputs that copy.deepcopy takes",
+            hint="pass plain tensors (x.as_subclass(torch.Tensor)), or give the class a __deepcopy__",
+        ) from error  # fmt: skip
     originals = Originals(model.parameters())
     with torch.no_grad(), random_state_kept():
         args, kwargs = as_forward_sees(stand_in, args, kwargs)
@@ -490,6 +496,8 @@ class Watch(Values, TorchFunctionMode):
             seen.weight = self._weight(row, bound[1], seen.owner)
             if seen.weight is None:
                 seen.weight_problem = "its weight is computed in forward, or is no parameter of the model"
+            elif not bound[1].numel() or bound[1].dim() < 2:
+                seen.weight, seen.weight_problem = None, "its weight is a vector, or has no elements"
             elif seen.weight.computed:
                 self._keep_computed(seen, bound[1])
             elif module is not None and seen.is_module and self._is_replaced(module.path, bound[1:3]):

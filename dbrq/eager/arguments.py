@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
@@ -76,14 +77,27 @@ def settings(row: OpRow, bound: Sequence[Any]) -> tuple:
 
 
 def constant(value: Any) -> Any:
-    """An argument as the record keeps it: plain values, None for tensors and anything else."""
+    """An argument as the record keeps it: plain values, numpy's among them, None for tensors and anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, (int, float, bool, str, torch.dtype)) or value is None:
         return value
-    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float)) for v in value):
-        return tuple(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, float, np.number)) for v in value):
+        return tuple(map(constant, value))
     return None
 
 
 def spelled_name(func: Callable) -> str:
     name = resolve_name(func)
     return name or getattr(func, "__name__", str(func))
+
+
+def has_float(args: tuple, kwargs: dict) -> bool:
+    """Whether a floating point tensor is among the arguments of a call, or first in a list of them."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, Tensor):
+            if arg.dtype.is_floating_point:
+                return True
+        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor) and arg[0].dtype.is_floating_point:
+            return True
+    return False

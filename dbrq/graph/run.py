@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import current_function_mode, skip_one_hop, without_function_modes
-from ..auto_trace import InterceptedForward, ModelToken, RunCall, active, has_float
+from ..auto_trace import InterceptedForward, ModelToken, RunCall, active
 from ..eager import views
-from ..eager.arguments import bind_leaf
+from ..eager.arguments import bind_leaf, has_float
 from ..eager.conv_linear import ComputePlan, asymmetric_padding
 from ..eager.decompositions import decomposed
 from ..eager.float_reference import run_float
