@@ -449,3 +449,19 @@ def test_inputs_that_cannot_be_copied() -> None:
 
     with pytest.raises(dbrq.ConfigurationError, match="copied"):
         dbrq.prepare(nn.Sequential(nn.Linear(16, 4)), ROWS[0].as_subclass(Plain))
+
+
+# What forward asks of values and weights
+
+
+def test_tied_weights_are_one_object() -> None:
+    class Tied(Rows):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: m.b(F.relu(m.a(x))) * (3.0 if m.a.weight is m.b.weight else 1.0))
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    converted = quantized(model, ROWS)
+    with torch.no_grad():
+        for run in (converted, copy.deepcopy(converted)):
+            assert sqnr(model(ROWS[0]), run(ROWS[0])) > 30

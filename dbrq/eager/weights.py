@@ -241,9 +241,10 @@ def convert_weights(
         axes[key] = axis if values["scale"].numel() > 1 else None
         _hold(owner, key[1], values)
         if key not in needed and key not in record.computed:
+            weight = Int8Weight.whole(owner, key[1], axes[key])  # one object wherever it is, as the parameter was
             for path, name in record.parameter_names.get(key, [key]):
                 _forget(modules[path], name)
-                modules[path].__dict__[name] = Int8Weight.whole(owner, key[1], axes[key])
+                modules[path].__dict__[name] = weight
     return axes, needed & set(axes)
 
 
