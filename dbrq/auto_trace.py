@@ -392,7 +392,7 @@ class RunCall(TorchFunctionMode):
         return output if self.log is None else self._logged(hook, output)
 
     def _logged(self, hook: Hook, output: Any) -> Any:
-        if not (isinstance(output, Int8Tensor) and output.deferred is not None):  # inside a fusion there is no value
+        if not (isinstance(output, Int8Tensor) and output.deferred_ is not None):  # inside a fusion there is no value
             assert self.log is not None
             self.log(hook.op, output)
         return output
@@ -430,7 +430,7 @@ class RunCall(TorchFunctionMode):
             if type(written) is Tensor:
                 self.provenance.set_tag_of_any(written, function_name(func))
             elif isinstance(written, Int8Tensor):
-                written.tag = function_name(func)
+                written.tag_ = function_name(func)
             return output
         given = args
         if kwargs.get("out") is not None or not is_pure(func):
@@ -496,5 +496,5 @@ class RunCall(TorchFunctionMode):
         if type(value) is Int8Tensor:
             if value.is_changed():
                 return UNSURE
-            return value.tag if value.deferred is None else value.deferred.tag(value.stage)
+            return value.tag_ if value.deferred_ is None else value.deferred_.tag(value.stage_)
         return self.provenance.tag(value)

@@ -216,13 +216,15 @@ class Deferred(Protocol):
 class Int8Tensor(Lazy):
     """An activation: uint8 elements with their qparams, or a fusion under way, or (once asked for) float32 elements.
 
+    Code may set attributes of its own on tensors, and look for them: those here have names that it will not choose.
+
     Attributes:
         size_: the shape, readable without passing the function mode.
         data_u8: the elements, in any memory layout, or None.
         qparams: what they mean; None where there are none.
-        tag: who made them, or made what they were moved from; of a fusion under way, ``deferred`` says it.
-        deferred, stage: a fusion under way and how far it has come, until it is read.
-        alias: all views of one value, held weakly; None while there is only one.
+        tag_: who made them, or made what they were moved from; of a fusion under way, ``deferred_`` says it.
+        deferred_, stage_: a fusion under way and how far it has come, until it is read.
+        alias_: all views of one value, held weakly; None while there is only one.
     """
 
     size_: torch.Size
@@ -236,10 +238,10 @@ class Int8Tensor(Lazy):
         def qparams(self, qparams: QParams | None) -> None: ...
     else:
         qparams = None
-    tag: int | str | None = None
-    deferred: Deferred | None = None
-    stage: int = 0
-    alias: list[weakref.ref] | None = None
+    tag_: int | str | None = None
+    deferred_: Deferred | None = None
+    stage_: int = 0
+    alias_: list[weakref.ref] | None = None
     _float: Tensor | None = None
     _given: int | None = None  # version of the float elements when they were given away
 
@@ -248,13 +250,13 @@ class Int8Tensor(Lazy):
         cls, shape: torch.Size, data_u8: Tensor | None, qparams: QParams | None, tag: int | str | None
     ) -> Int8Tensor:
         self = make_wrapper(cls, shape, dtype=torch.float32)
-        self.size_, self.data_u8, self.qparams, self.tag = shape, data_u8, qparams, tag
+        self.size_, self.data_u8, self.qparams, self.tag_ = shape, data_u8, qparams, tag
         return self
 
     @classmethod
     def under_way(cls, shape: torch.Size, deferred: Deferred, stage: int) -> Int8Tensor:
         self = make_wrapper(cls, shape, dtype=torch.float32)
-        self.size_, self.deferred, self.stage = shape, deferred, stage
+        self.size_, self.deferred_, self.stage_ = shape, deferred, stage
         return self
 
     def float_value(self) -> Tensor:
@@ -263,9 +265,9 @@ class Int8Tensor(Lazy):
                 if self.data_u8 is not None:
                     self._float = row_major(dequantize(self.data_u8, self.qparams))
                 else:
-                    assert self.deferred is not None
-                    self._float = self.deferred.value(self.stage)
-                    self.tag, self.deferred = self.deferred.tag(self.stage), None
+                    assert self.deferred_ is not None
+                    self._float = self.deferred_.value(self.stage_)
+                    self.tag_, self.deferred_ = self.deferred_.tag(self.stage_), None
         return self._float
 
     def become(self, other: Tensor) -> None:
@@ -276,19 +278,19 @@ class Int8Tensor(Lazy):
                 "an in-place op changes the shape of an int8 value", expected=tuple(self.size_), got=tuple(shape),
                 hint="let example_inputs take this path, which keeps the value in float, or write the op out of place",
             )  # fmt: skip
-        if self.alias is not None and any(view() is not None and view() is not self for view in self.alias):
+        if self.alias_ is not None and any(view() is not None and view() is not self for view in self.alias_):
             raise QuantizationError(
                 "an in-place op writes to an int8 value that has views",
                 expected="the in-place op to be recorded in the watching run, which keeps such values in float",
                 hint="let example_inputs take this path, or write the op out of place",
             )
         if isinstance(other, Int8Tensor):
-            self.data_u8, self.qparams, self.tag, self._float = other.data_u8, other.qparams, other.tag, other._float
-            self.deferred, self.stage = other.deferred, other.stage
+            self.data_u8, self.qparams, self.tag_, self._float = other.data_u8, other.qparams, other.tag_, other._float
+            self.deferred_, self.stage_ = other.deferred_, other.stage_
         else:
-            self.data_u8 = self.qparams = self.deferred = self._given = None
+            self.data_u8 = self.qparams = self.deferred_ = self._given = None
             self._float = other
-            self.tag = None if current.provenance is None else current.provenance.tag(other)
+            self.tag_ = None if current.provenance is None else current.provenance.tag(other)
 
     def give_away(self) -> None:
         """Stay float, since somebody else may write to the float elements."""
@@ -306,13 +308,13 @@ class Int8Tensor(Lazy):
         Args:
             shares: a write to the result may be one to this value, wherever the integers lie.
         """
-        moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag)
+        moved = Int8Tensor(data_u8.shape, data_u8, self.qparams, self.tag_)
         assert self.data_u8 is not None
         if shares or storage_id(data_u8.untyped_storage()) == storage_id(self.data_u8.untyped_storage()):
-            if self.alias is None:
-                self.alias = [weakref.ref(self)]
-            self.alias.append(weakref.ref(moved))
-            moved.alias = self.alias
+            if self.alias_ is None:
+                self.alias_ = [weakref.ref(self)]
+            self.alias_.append(weakref.ref(moved))
+            moved.alias_ = self.alias_
         return moved
 
     def _apply_in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:

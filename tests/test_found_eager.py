@@ -465,3 +465,22 @@ def test_tied_weights_are_one_object() -> None:
     with torch.no_grad():
         for run in (converted, copy.deepcopy(converted)):
             assert sqnr(model(ROWS[0]), run(ROWS[0])) > 30
+
+
+NOTES = ("stage", "tag", "alias", "deferred")
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("follower", [F.gelu, torch.sin, lambda h: h.view(8, 16)[:4]])
+def test_attributes_that_forward_sets_on_values(name: str, follower: Callable) -> None:
+    def forward(m: Rows, x: Tensor) -> Tensor:
+        h = m.a(x)
+        unset = not any(hasattr(h, note) for note in NOTES)
+        setattr(h, name, "a note")
+        h = m.b(follower(h))
+        setattr(h, name, 1)
+        return m.c(h) * (2.0 if unset and getattr(h, name) == 1 else 1.0)
+
+    model = Rows(forward)
+    with torch.no_grad():
+        assert sqnr(model(ROWS[0]), quantized(model, ROWS, strict=True)(ROWS[0])) > 30

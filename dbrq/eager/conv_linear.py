@@ -99,7 +99,7 @@ class ComputePlan(Plan):
     def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any:
         if type(x) is Int8Tensor and x.data_u8 is not None:
             shape = self._usual.get(x.size_)
-            if shape is not None and x.tag in self._tags and self.keeps_settings(leaf):
+            if shape is not None and x.tag_ in self._tags and self.keeps_settings(leaf):
                 if self.steps:
                     return Int8Tensor.under_way(shape, Fused(self, x.data_u8, x.qparams, False), 0)
                 with without_function_modes():
@@ -121,7 +121,7 @@ class ComputePlan(Plan):
             return self._unusual(None, call, bound)
         q, qparams = found
         if type(x) is Int8Tensor and not call.unsure:
-            self._tags.add(x.tag)
+            self._tags.add(x.tag_)
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
         if self.op.pad is not None:
@@ -335,7 +335,7 @@ class FusedPlan(Plan):
             return self.module(call, leaf, (x,), {})
         if not self.keeps_settings(leaf):
             return call.unrecorded_leaf(leaf, (x,), {})
-        return self._continue(x, x.deferred, self.op.inplace)
+        return self._continue(x, x.deferred_, self.op.inplace)
 
     def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         if not self.adds or kwargs or len(args) != 2:
@@ -346,7 +346,7 @@ class FusedPlan(Plan):
         read = self._other(call, other) if self._continues(x) else None
         if read is None:
             return super().function(call, func, spelling, args, kwargs)
-        return self._continue(x, self._with(call, x.deferred, read), spelling.inplace)
+        return self._continue(x, self._with(call, x.deferred_, read), spelling.inplace)
 
     def _with(self, call: Run, fused: Fused, other: Any) -> Fused:
         """The fusion with the other operand of its add."""
@@ -359,7 +359,7 @@ class FusedPlan(Plan):
         if slot is None:
             return self._alone(call, bound)
         x = bound[slot]
-        fused = x.deferred
+        fused = x.deferred_
         if self.adds:
             other = self._other(call, bound[1 - slot])
             if other is None:
@@ -388,20 +388,20 @@ class FusedPlan(Plan):
 
     def _continues(self, x: Any) -> bool:
         """Whether ``x`` is the fusion this op is recorded in, come as far as this op."""
-        if type(x) is not Int8Tensor or x.deferred is None:
+        if type(x) is not Int8Tensor or x.deferred_ is None:
             return False
-        return x.deferred.plan.value_ids[x.stage] == self.follows
+        return x.deferred_.plan.value_ids[x.stage_] == self.follows
 
     def _continue(self, x: Int8Tensor, fused: Fused, inplace: bool = False) -> Any:
         """One op further: run what is now complete, or put it off again; in ``x`` itself if the op is in place."""
-        stage, plan = x.stage + 1, fused.plan
+        stage, plan = x.stage_ + 1, fused.plan
         shape = x.size_
         if fused.other is not None and fused.other[0].shape != shape:  # an add that broadcasts
             shape = torch.broadcast_shapes(shape, fused.other[0].shape)
         if stage < len(plan.steps):
             if not inplace:
                 return Int8Tensor.under_way(shape, fused, stage)
-            x.deferred, x.stage = fused, stage
+            x.deferred_, x.stage_ = fused, stage
             return x
         if self.out is None or fused.unsure:
             result = fused.value(stage)
@@ -413,7 +413,7 @@ class FusedPlan(Plan):
             data = plan.execute(fused.q, fused.qparams, stage, fused.other, self.out)
         if not inplace:
             return Int8Tensor(shape, data, self.out, self.tag)
-        x.data_u8, x.qparams, x.tag, x.deferred = data, self.out, self.tag, None
+        x.data_u8, x.qparams, x.tag_, x.deferred_ = data, self.out, self.tag, None
         return x
 
     def _other(self, call: Run, x: Any) -> Any:
@@ -425,7 +425,7 @@ class FusedPlan(Plan):
         if self.reads:
             return self.read_int8(call, x, 0)
         if isinstance(x, Int8Tensor) and x.data_u8 is not None:
-            if not self.expects(x.tag):
+            if not self.expects(x.tag_):
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
         value, tag = plain(x), call.tag_of(x)

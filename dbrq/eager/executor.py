@@ -256,7 +256,7 @@ class Plan:
                 got=type(x).__name__,
             )
         if type(x) is Int8Tensor and x.data_u8 is not None:
-            if self.any_time or self.edge(number, x.tag) is None:
+            if self.any_time or self.edge(number, x.tag_) is None:
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
         tag = call.tag_of(x)
@@ -347,7 +347,7 @@ class Plan:
         call.unsure = False
         for leaf in tree_leaves(output):
             if isinstance(leaf, Int8Tensor) and leaf.data_u8 is None:  # written to, and float now
-                leaf.tag = UNSURE
+                leaf.tag_ = UNSURE
             elif type(leaf) is Tensor:
                 call.provenance.set_tag(leaf, UNSURE)
         return output
@@ -357,7 +357,7 @@ class Plan:
             set_tag(output, self.tag)
         elif isinstance(output, Int8Tensor):
             if output.data_u8 is None:  # written to, and float now
-                output.tag = self.tag
+                output.tag_ = self.tag
         elif isinstance(output, (tuple, list)):
             tags = iter(self.op.outputs)
             for leaf in tree_leaves(output):

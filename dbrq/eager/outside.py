@@ -40,7 +40,7 @@ def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> A
         if isinstance(leaf, Int8Tensor):
             if written:
                 leaf.become(tensor)
-                leaf.tag = name
+                leaf.tag_ = name
             elif name in HANDS_OUT or memory_of(tensor) in shared:
                 leaf.give_away()
         elif type(leaf) is Tensor and (written or tensor.is_inference()):  # of those, nobody counts writes
@@ -52,8 +52,8 @@ def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> A
 
 def shown(leaf: Any) -> Any:
     """A value for the user to keep: plain, without what runs note on it, and no reader of a fusion under way."""
-    if isinstance(leaf, Int8Tensor) and leaf.deferred is not None:
-        leaf = leaf.deferred.value(leaf.stage)
+    if isinstance(leaf, Int8Tensor) and leaf.deferred_ is not None:
+        leaf = leaf.deferred_.value(leaf.stage_)
     elif isinstance(leaf, Lazy):
         leaf = leaf.float_value()
     return leaf.detach() if type(leaf) is Tensor else leaf

@@ -67,7 +67,7 @@ def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -
     if subject.data_u8 is None:
         return None
     if row.name == "clone":
-        return Int8Tensor(subject.shape, subject.data_u8, subject.qparams, subject.tag)
+        return Int8Tensor(subject.shape, subject.data_u8, subject.qparams, subject.tag_)
     if row.name == "data":
         return subject.view_as_moved(subject.data_u8)
     if row.name == "pad":
