@@ -20,6 +20,8 @@ CHOOSE_QPARAMS = quantized_decomposed.choose_qparams
 
 DEQUANTIZE_PER_CHANNEL = quantized_decomposed.dequantize_per_channel
 
+_CHECKS = ("check_input", "check_absent", "check_same")
+
 
 def tensors_behind(node: fx.Node) -> Iterable[fx.Node]:
     """The tensors that a node's value was computed from."""
@@ -69,7 +71,11 @@ def is_impure(node: fx.Node) -> bool:
     """
     if node.op in ("placeholder", "output") or writes(node) or is_random(node):
         return True
-    return node.target is assert_ or getattr(node.target, "__name__", "") in ("check_input", "check_absent")
+    return node.target is assert_ or getattr(node.target, "__name__", "") in (
+        "check_input",
+        "check_absent",
+        "check_same",
+    )
 
 
 def remove_dead(graph: fx.Graph) -> None:

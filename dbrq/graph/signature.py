@@ -6,6 +6,7 @@ import copy
 import inspect
 import operator
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import GenericAlias
@@ -21,6 +22,7 @@ from ..errors import RewriteError
 from ..pytree import copied_inputs, named_leaves, tree_leaves, tree_map
 from ..record.record import Tag
 from .recorder import GraphRecorder
+from .structure import ASSERTS, check_same, words_of
 from .symbols import Traced, traced
 
 # Inputs
@@ -108,10 +110,19 @@ class Inputs:
         for name, value, default, _, _ in self.placeholders:
             optional = optional or default is not inspect.Parameter.empty
             nodes.append(self._placeholder(name, value, default, optional))
-        for (name, value, _, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
+        for (name, value, default, given, key), (node, wrapped) in zip(self.placeholders, nodes, strict=True):
+            place = node
             if wrapped:
                 node = recorder.graph.create_node("call_function", unwrap_optional, (node,), name=f"{name}_given")
-            values[name] = self._value(node, value, name, key) if given else self._absent(node, value, name)
+            if _is_default(value, default):  # callers may leave it out, and the placeholder has no such default
+                structure = self._settled(place, value, name, True)
+            elif not given and value is inspect.Parameter.empty:
+                value, structure = None, None
+            else:
+                value, structure = self._value(node, value, name, key)
+            values[name] = value
+            if structure is not None:
+                place.meta["structure"] = structure
         self.args, self.kwargs = self._call(signature, bound, values)
 
     def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
@@ -120,25 +131,23 @@ class Inputs:
 
     def _placeholder(self, name: str, value: Any, default: Any, optional: bool) -> tuple[fx.Node, bool]:
         kind = _annotation(value)
-        constant = isinstance(default, (bool, int, float, str)) or default is None
         if not optional:
             return self.recorder.graph.placeholder(name, kind), False
-        if constant and default is not None and type(default) is type(value):
+        if _is_constant(default) and default is not None and type(default) is type(value):
             return self.recorder.graph.placeholder(name, kind, default), False
         if value is None:
             return self.recorder.graph.placeholder(name, torch.Tensor | None, None), False
         return self.recorder.graph.placeholder(name, kind | None if kind is not Any else kind, None), True
 
-    def _absent(self, node: fx.Node, value: Any, name: str) -> Any:
-        return self._value(node, value, name, name) if value is not inspect.Parameter.empty else None
-
-    def _value(self, node: fx.Node, value: Any, name: str, key: str) -> Any:
-        """The value as the run gets it: tensors known by their nodes, ints traced, anything else asserted."""
+    def _value(self, node: fx.Node, value: Any, name: str, key: str) -> tuple[Any, Any]:
+        """The value as the run gets it, and its structure: tensors known by their nodes, ints traced, anything else
+        asserted.
+        """
         named = [(where, leaf) for where, leaf in named_leaves(value, key) if isinstance(leaf, Tensor)]
         tags = iter([tag for where, leaf in named for tag in self.tags_of(where, [leaf])])
         return self._walk(node, value, name, tags)
 
-    def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> Any:
+    def _walk(self, node: fx.Node, value: Any, name: str, tags: Any) -> tuple[Any, Any]:
         recorder = self.recorder
         if isinstance(value, Tensor):
             tag = next(tags, None)
@@ -149,42 +158,79 @@ class Inputs:
             if not recorder.symbolic:
                 for dim, size in enumerate(value.shape):
                     recorder.check(recorder.graph.call_method("size", (node, dim)), size, f"size {dim} of {name}")
-            return value
+            return value, None
         if isinstance(value, (list, tuple)):
-            items = [
+            self._assert_length(node, value, name)
+            found = [
                 self._walk(self._item(node, i, f"{name}_{i}"), item, f"{name}[{i}]", tags)
                 for i, item in enumerate(value)
             ]
-            if isinstance(value, list):
-                recorder.check(recorder.graph.call_function(len, (node,)), len(value), f"the length of {name}")
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            items = [item for item, _ in found]
+            own = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return own, ("items", [structure for _, structure in found])
         if isinstance(value, Mapping):
+            self._assert_length(node, value, name)
+            if len(value) > 1 and all(isinstance(key, str) for key in value):
+                self._assert_order(node, value, name)
             changed = {
                 k: self._walk(self._item(node, k, f"{name}_{k}"), v, f"{name}[{k!r}]", tags) for k, v in value.items()
             }
             out: Any = copy.copy(value)
-            for k, v in changed.items():
+            for k, (v, _) in changed.items():
                 out[k] = v
-            return out
-        if isinstance(value, (bool, float, str)):
+            return out, ("keys", len(changed) > 1, [(k, structure) for k, (_, structure) in changed.items()])
+        if type(value) in (bool, float, str):
             recorder.check(node, value, f"argument {name}")
-            return value
-        if isinstance(value, int):
+            return value, None
+        if type(value) is int:
             if recorder.symbolic:
-                return traced(value, node, recorder)
+                return traced(value, node, recorder), None
             recorder.check(node, value, f"argument {name}")
-            return value
+            return value, None
         if value is None:
             recorder.graph.call_function(check_absent, (node, name))
-            return None
+            return None, None
         if _holds_tensors(value, 4):
             raise RewriteError(
                 "an input is an object that a graph cannot take apart", path="",
-                expected="tensors, numbers and containers (lists, tuples, mappings, dataclasses)",
+                expected="tensors, numbers and containers (lists, tuples, mappings)",
                 got=f"{name}: an object of class {type(value).__name__} that holds tensors",
                 hint="have forward take its tensors as arguments of their own, or leave it out",
             )  # fmt: skip
-        return value
+        return value, self._settled(node, value, name, False)
+
+    def _settled(self, node: fx.Node, value: Any, name: str, or_none: bool) -> Any:
+        """The structure of a value that the code was recorded for, which the graph asserts."""
+        opaque: list[Any] = []
+        words = words_of(value, opaque)
+        if opaque:
+            kinds = ", ".join(sorted({type(part).__name__ for part in opaque}))
+            warnings.warn(
+                f"dbrq: the graph holds for the example's argument {name} only, and cannot tell whether it is given "
+                f"another one: it is, or holds, an object that has no value to compare ({kinds})",
+                stacklevel=2,
+            )
+        self.recorder.graph.call_function(check_same, (node, name, words, or_none)).meta[ASSERTS] = "structure"
+        return "value", words, or_none
+
+    def _assert_length(self, node: fx.Node, value: Any, name: str) -> None:
+        made = len(self.recorder.graph.nodes)
+        length = self.recorder.graph.call_function(len, (node,))
+        self.recorder.check(length, len(value), f"the length of {name}")
+        self._say_asserts("structure", made)
+
+    def _assert_order(self, node: fx.Node, value: Mapping, name: str) -> None:
+        graph = self.recorder.graph
+        made = len(graph.nodes)
+        keys = graph.call_function(list, (graph.call_method("keys", (node,)),))
+        same = graph.call_function(operator.eq, (keys, list(value)))
+        self.recorder.check(same, True, f"whether the keys of {name} come in the order {list(value)}")
+        self._say_asserts("order", made)
+
+    def _say_asserts(self, kind: str, made: int) -> None:
+        """Say of the nodes that were made last that they assert a structure."""
+        for node in list(self.recorder.graph.nodes)[made:]:
+            node.meta[ASSERTS] = kind
 
     def _item(self, node: fx.Node, key: Any, name: str) -> fx.Node:
         return self.recorder.graph.create_node(
@@ -218,6 +264,18 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
+def _is_constant(default: Any) -> bool:
+    """Whether a placeholder can have a default."""
+    return default is None or type(default) in (bool, int, float, str)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value without tensors is a parameter's default, one that a placeholder cannot have."""
+    if default is inspect.Parameter.empty or _is_constant(default) or _holds_tensors(value, 4):
+        return False
+    return words_of(value) == words_of(default)
+
+
 def placeholders_of(
     signature: inspect.Signature, bound: inspect.BoundArguments
 ) -> list[tuple[str, Any, Any, bool, str]]:
@@ -242,7 +300,7 @@ def _annotation(value: Any) -> Any:
     """The type of an input, as TorchScript wants it written."""
     if isinstance(value, Tensor):
         return torch.Tensor
-    if isinstance(value, (bool, int, float, str)):
+    if type(value) in (bool, int, float, str):
         return type(value)
     if isinstance(value, list) and value:
         return GenericAlias(list, (_annotation(value[0]),))

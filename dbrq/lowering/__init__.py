@@ -194,7 +194,7 @@ def _check_scriptable(graph: fx.GraphModule, inputs: tuple) -> None:
 
 def _without_type(value: Any) -> str:
     """What of an input TorchScript cannot type, in words; "" if nothing."""
-    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+    if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str):
         return ""
     if not isinstance(value, (list, tuple, Mapping)):
         return f"an object of class {type(value).__name__}"

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from .._torch import count_function_modes, storage_id, without_function_modes
 from ..calibration.surgery import random_state_kept
 from ..errors import QuantizationError
+from ..graph.structure import fitted, without_asserts
 from ..graph.trials import owned
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
@@ -66,6 +67,7 @@ class LoweredModel(Held):
         self, graph: fx.GraphModule, returned: Callable[[Any], Any] | None, dtype: torch.dtype, **options: Any
     ) -> None:
         super().__init__()
+        without_asserts(graph.graph)  # ``_fitted`` does it
         self._start(as_data(graph.graph), without_code(graph), returned, dtype, "", options)
 
     def _start(
@@ -84,6 +86,8 @@ class LoweredModel(Held):
                 for op, _, target, args, _, _ in data if op == "placeholder"
             ]
         )  # fmt: skip
+        places = [(target, meta.get("structure")) for op, _, target, _, _, meta in data if op == "placeholder"]
+        self._structures = [(i, *place) for i, place in enumerate(places) if place[1] is not None]
         self._begin(**options)
         self._hold()
         self.eval()
@@ -147,6 +151,8 @@ class LoweredModel(Held):
         """``plain``, on the state as it was assigned, and with new tensors on the CPU whatever a mode of torch says."""
         if self._assignable:
             self._take_assigned()
+        if self._structures:
+            args = self._fitted(args)
         if not count_function_modes():
             return self.plain(args)
         with without_function_modes():
@@ -178,6 +184,13 @@ class LoweredModel(Held):
         result = self.called(args)
         result = result if self._returned is None else self._returned(result)
         return without_gradient("", result, args) if torch.is_grad_enabled() else result
+
+    def _fitted(self, args: Sequence[Any]) -> Sequence[Any]:
+        """All of the graph's inputs, their containers as the example had them."""
+        args = list(args)
+        for place, name, structure in self._structures:
+            args[place] = fitted(args[place], structure, name)
+        return args
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LoweredModel:
         """What was made of the graph holds what its tensors were."""

@@ -341,7 +341,7 @@ class OneDNNModel(LoweredModel):
         self(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        env: dict[fx.Node, Any] = dict(zip(self.placeholders, self._plainly(bound.args), strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.placeholders, self._plainly(self._fitted(bound.args)), strict=True))
         rows: list[tuple] = []
         for part in self._parts:
             if not isinstance(part, Segment):

@@ -1,0 +1,165 @@
+"""What an audit found in graphs and in models lowered in parts: numbers that were silently wrong, and bad errors."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dbrq
+
+X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+BACKENDS = ["rewrite", "torchscript", "onednn", "inductor"]
+FROM_PYTHON = ["rewrite", "onednn"]
+REFUSES = (dbrq.QuantizationError, RuntimeError, AssertionError, KeyError, torch.jit.Error)
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def quantized(function, *example):
+    torch.manual_seed(0)
+    return dbrq.quantize(Net(function).eval(), [example])
+
+
+def lowered(q, backend, *example):
+    if backend == "inductor":
+        pytest.importorskip("torch._inductor")
+    return dbrq.rewrite(q, example) if backend == "rewrite" else dbrq.lower(q, example, backend=backend)
+
+
+def assert_alike(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+# Containers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_of_a_dict_go_by_its_keys(backend):
+    q = quantized(lambda s, d: s.a(d["x"]) - 2 * s.b(d["y"]), {"x": X, "y": Y})
+    low = lowered(q, backend, {"x": X, "y": Y})
+    assert_alike(low({"y": Y.flip(0), "x": X.flip(0)}), q({"x": X.flip(0), "y": Y.flip(0)}))
+    for wrong in ({"x": X, "z": Y}, {"x": X}, {"x": X, "y": Y, "z": Z}):
+        with pytest.raises(REFUSES):
+            low(wrong)
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
+def test_an_order_of_keys_that_matters_is_asserted(backend):
+    q = quantized(lambda s, d: s.a(next(iter(d.values()))), {"x": X, "y": Y})
+    low = lowered(q, backend, {"x": X, "y": Y})
+    assert_alike(low({"x": X.flip(0), "y": X}), q({"x": X.flip(0), "y": X}))
+    with pytest.raises(REFUSES, match="order"):
+        low({"y": Y, "x": X})
+
+
+@pytest.mark.parametrize("backend", ["onednn", "inductor"])
+def test_another_nesting_is_refused(backend):
+    def function(s, pairs):
+        return s.a(sum(pairs[0])) - 2 * s.b(sum(pairs[1]))
+
+    q = quantized(function, ((X, Y), (Z,)))
+    low = lowered(q, backend, ((X, Y), (Z,)))
+    with pytest.raises(dbrq.QuantizationError, match="another structure"):
+        low(((X,), (Y, Z)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tuple_of_another_length_is_refused(backend):
+    q = quantized(lambda s, t: s.a(sum(t)), (X, Y))
+    low = lowered(q, backend, (X, Y))
+    assert_alike(low((X.flip(0), Y)), q((X.flip(0), Y)))
+    with pytest.raises(REFUSES):
+        low((X, Y, Z))
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "onednn"])
+def test_containers_survive_copies_and_files(backend, tmp_path):
+    q = quantized(lambda s, d: s.a(d["x"]) - 2 * s.b(d["y"]), {"x": X, "y": Y})
+    low = lowered(q, backend, {"x": X, "y": Y})
+    if backend == "onednn":
+        dbrq.save(low, tmp_path / "m")
+        low = dbrq.load(tmp_path / "m")
+    assert_alike(low({"y": Y.flip(0), "x": X.flip(0)}), q({"x": X.flip(0), "y": Y.flip(0)}))
+
+
+# Values that are no tensors
+
+
+class Mode(enum.Enum):
+    A, B = 1, 2
+
+
+class Level(enum.IntEnum):
+    A, B = 1, 2
+
+
+class Config:
+    def __init__(self, k):
+        self.k = k
+
+
+@pytest.mark.parametrize("backend", FROM_PYTHON)
+@pytest.mark.parametrize(
+    ("function", "given", "other"),
+    [
+        (lambda s, x, m: s.a(x) if m is Mode.A else s.b(x), Mode.A, Mode.B),
+        (lambda s, x, m: s.a(x) if m == 1 else s.b(x), Level.A, Level.B),
+        (lambda s, x, m: s.a(x) * m, np.int64(2), np.int64(3)),
+        (lambda s, x, m: s.a(x) * m, np.float32(2), np.float32(3)),
+        (lambda s, x, m: s.a(x) * m, np.float64(2), np.float64(3)),
+        (lambda s, x, m: s.a(x) * torch.from_numpy(m), np.ones(8, np.float32), np.arange(8, dtype=np.float32)),
+        (lambda s, x, m: s.a(x) * m.imag, 1 + 1j, 1 + 5j),
+        (lambda s, x, m: s.a(x)[m], slice(0, 2), slice(1, 3)),
+        (lambda s, x, m: m(s.a(x)), torch.relu, torch.sigmoid),
+        (lambda s, x, m: s.a(x) * m.k, Config(1.0), Config(5.0)),
+        (lambda s, x, m: s.a(x) if "d" in m else s.b(x), {"d"}, {"e"}),
+        (lambda s, x, m: s.a(x) * len(m), b"a", b"ab"),
+        (lambda s, x, m: s.a(x) * len(m), range(2), range(3)),
+        (lambda s, x, m: s.a(x).to(m).to(torch.float32), torch.float64, torch.int32),
+    ],
+)
+def test_values_that_code_was_recorded_for_are_asserted(backend, function, given, other):
+    q = quantized(function, X, given)
+    low = lowered(q, backend, X, given)
+    assert_alike(low(X.flip(0), given), q(X.flip(0), given))
+    with pytest.raises(dbrq.QuantizationError, match="another value"):
+        low(X, other)
+
+
+def test_an_argument_that_cannot_be_compared_is_warned_of():
+    def given(x):
+        return x * 2
+
+    q = quantized(lambda s, x, f: f(s.a(x)), X, given)
+    with pytest.warns(UserWarning, match="another one"):
+        dbrq.rewrite(q, (X, given))
+
+
+def test_what_is_left_out_keeps_its_default():
+    class WithDefault(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x, mode=Mode.A, shifts=(1.0, 2.0), *, y):
+            return self.a(x) + shifts[0] if mode is Mode.A else self.a(y)
+
+    q = dbrq.quantize(WithDefault().eval(), [{"x": X, "y": Y}])
+    for backend in FROM_PYTHON:
+        low = dbrq.rewrite(q, {"x": X, "y": Y}) if backend == "rewrite" else dbrq.lower(q, {"x": X, "y": Y},
+                                                                                         backend=backend)  # fmt: skip
+        assert_alike(low(x=X.flip(0), y=Y), q(x=X.flip(0), y=Y))
+        assert_alike(low(x=X, mode=Mode.A, y=Y), q(x=X, y=Y))
+        with pytest.raises(dbrq.QuantizationError, match="another value"):
+            low(x=Y, mode=Mode.B, y=Z)
