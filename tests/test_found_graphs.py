@@ -163,3 +163,83 @@ def test_what_is_left_out_keeps_its_default():
         assert_alike(low(x=X, mode=Mode.A, y=Y), q(x=X, y=Y))
         with pytest.raises(dbrq.QuantizationError, match="another value"):
             low(x=Y, mode=Mode.B, y=Z)
+
+
+# Models in parts
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.l, self.m, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.gain, self.ctx = 1.0, torch.zeros(8)
+        if kind == "hook":
+            self.l.register_forward_hook(keep)
+
+    def forward(self, h, out=None):
+        h = torch.relu(self.l(h))
+        if self.kind == "aux":
+            self.aux = h
+        if out is not None:
+            out["h"] = h
+        y = self.m(h)
+        return y * self.gain if self.kind == "gain" else y + self.ctx if self.kind == "ctx" else y
+
+
+def keep(module, args, output):
+    module.kept = output
+
+
+class InParts(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.block, self.x, self.o, self.kind = Block(kind), nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x, flag):
+        if self.kind == "gain":
+            self.block.gain = 3.0 if flag else 1.0
+        if self.kind == "ctx":
+            self.block.ctx = x.mean(0) * 5
+        if self.kind == "outparam":
+            out = {"h": x * 0}
+            y = self.block(x, out) + 3 * out["h"]
+        else:
+            y = self.block(x)
+        if self.kind == "aux":
+            y = y + 3 * self.block.aux
+        if self.kind == "hook":
+            y = y + 3 * self.block.l.kept
+        if flag:
+            y = torch.relu(self.x(y))
+        return self.o(y)
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
+@pytest.mark.parametrize("kind", ["aux", "hook", "outparam", "gain", "ctx", "none"])
+def test_parts_and_the_code_around_them_see_each_other(kind, backend):
+    torch.manual_seed(0)
+    prepared = dbrq.prepare(InParts(kind).eval(), (X, True))
+    with torch.no_grad():
+        prepared(X, True)
+        prepared(Y, False)
+        q = dbrq.convert(prepared)
+        low = dbrq.lower(q, (X, True), backend=backend)
+        for call in ((X, True), (Y, True), (Y, False)):
+            assert_alike(low(*call), q(*call))
+    states = low.__dict__["forward"].token.states
+    assert bool(states["block"].parts) == (kind == "none")
+
+
+def test_a_part_that_changes_the_whole_is_dropped(monkeypatch):
+    from dbrq.lowering import submodules
+
+    monkeypatch.setattr(submodules, "_traces", lambda *args: None)
+    torch.manual_seed(0)
+    prepared = dbrq.prepare(InParts("aux").eval(), (X, True))
+    with torch.no_grad():
+        prepared(X, True)
+        prepared(Y, False)
+        q = dbrq.convert(prepared)
+        with pytest.warns(UserWarning, match="block stays as it was converted"):
+            low = dbrq.lower(q, (X, True))
+        assert_alike(low(Y, True), q(Y, True))

@@ -14,10 +14,10 @@ from .._torch import without_function_modes
 from ..auto_trace import InterceptedForward, logging_values
 from ..calibration.session import working_copy
 from ..errors import ERRORS_OF_CODE, is_bug
-from ..quantization_state import AutoQuantizationState
 from ..record.record import SeenOp
-from ..tensors import plain, version_of
+from ..tensors import plain
 from .agreement import Reference
+from .held import Held, differing, held
 from .signature import Inside, InsideRun, placeholders_of
 from .trials import Outcome, Trial, outcome, owned, seeded
 
@@ -52,27 +52,23 @@ class Converted:
         model, self._copy = self._copy, None
         intercepted: InterceptedForward = model.__dict__["forward"]
         intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
-        before = _held(model)
+        before = held(model)
         log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
         with log:
             output, args, kwargs = self._output(model, trial)
         buffers = {name: tensor for name in written if isinstance(tensor := _at(model, name), Tensor)}
         found = outcome(output, placed(intercepted, args, kwargs) if changes else None, buffers)
-        after = _held(model)
+        after = held(model)
         if not changes and after == before:
             self._copy = model
         elif not changes and self.again is None:
             self.again = self._second(model, trial, before, after)
         return found, noted.new
 
-    def _second(
-        self, model: nn.Module, trial: Trial, before: list[tuple], after: list[tuple]
-    ) -> tuple[str, Outcome] | None:
+    def _second(self, model: nn.Module, trial: Trial, before: Held, after: Held) -> tuple[str, Outcome] | None:
         """What a call behind the first gives, and what that one changed; None if the model's code takes no second."""
-        known = set(before)
-        names = {f"{path}.{name}".lstrip(".") for path, name, *rest in after if (path, name, *rest) not in known}
         try:
-            return ", ".join(sorted(names)), outcome(self._output(model, trial)[0])
+            return ", ".join(differing(before, after)), outcome(self._output(model, trial)[0])
         except ERRORS_OF_CODE as error:
             if is_bug(error):
                 raise
@@ -94,23 +90,6 @@ def _at(model: nn.Module, path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
-
-
-def _held(model: nn.Module) -> list[tuple]:
-    """What the modules of a model hold, so that two lists differ if its code changed anything of it."""
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return id(value), version_of(value)
-        if isinstance(value, (list, tuple, set, dict)):
-            return id(value), len(value), *map(id, value.values() if isinstance(value, dict) else value)
-        return value if isinstance(value, (bool, int, float, str)) else id(value)
-
-    return [
-        (path, name, shown(value))
-        for path, module in model.named_modules() if not isinstance(module, AutoQuantizationState)
-        for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
-    ]  # fmt: skip
 
 
 def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import op_facts
+from .. import op_facts, selfcheck
 from .._torch import codegen_of, without_function_modes
 from ..auto_trace import NOT_RUN, InterceptedForward, RunCall
-from ..calibration.session import QuantizedModelToken
+from ..calibration.session import QuantizedModelToken, working_copy
 from ..calibration.surgery import copied
 from ..eager.interfaces import Part, Run
 from ..errors import ERRORS_OF_CODE, MismatchError, QuantizationError, is_bug
+from ..graph.held import differing, held, shown
 from ..graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
-from ..graph.signature import Inside, RestoringCodeGen, check_input
-from ..graph.trials import random_state_kept_if_drawn
+from ..graph.signature import Inside, InsideRun, RestoringCodeGen, check_input
+from ..graph.trials import owned, random_state_kept_if_drawn
 from ..hidden_state import state_of
 from ..kernels import QParams, quantize
 from ..mappings import Role
@@ -35,6 +37,7 @@ from ..quiet import quietly
 from ..record.record import Record, SeenOp, Tag, TensorSpec
 from ..rewriter import Recording, record, where_paths_part
 from ..tensors import Int8Tensor, plain, set_tag
+from .assembled import disagreeing
 from .engine import first_input, qparams_of
 
 #: A recording and the module it is of -> its lowered form, as ``lower`` makes it.
@@ -145,11 +148,22 @@ def lower_parts(
     """
     model = copied(quantized)
     token = state_of(model).token
-    examples = _Examples(token.record, *call_arguments(example_inputs, example_kwargs))
+    args, kwargs = call_arguments(example_inputs, example_kwargs)
+    examples = _Examples(token.record, args, kwargs)
     with random_state_kept_if_drawn():
         examples.collect(copied(quantized))  # whose buffers the run may change
     parts = _Parts(token.record, examples, lower_graph)
     parts.descend(model, "")
+    if selfcheck.enabled():
+        made = {path: state.parts for path, state in token.states.items() if state.parts}
+        for path in disagreeing(quantized, made, args, kwargs) if made else ():
+            token.states[path].parts = {}
+            parts.log.append(f"{path}: not lowered as one part: with it the model does not give what it gave")
+            warnings.warn(
+                f"dbrq: {path or 'the model'} stays as it was converted: lowered as one part, it changes what the "
+                "model gives, by something that a graph does not follow",
+                stacklevel=3,
+            )
     if verbose:
         print(*parts.log, sep="\n", file=sys.stderr)
     return model
@@ -192,6 +206,8 @@ class _Parts:
         parting = where_paths_part(self.record, state.path)
         if parting is not None:
             return str(parting.got or parting)
+        if (names := self.examples.set_from_outside(state.path)) is not None:
+            return f"code outside of it sets what it may read: {', '.join(names)}"
         made: dict[int, list[Part]] = {}
         for number, call in enumerate(state.calls):
             for tags in call.all_input_tags():
@@ -215,6 +231,8 @@ class _Parts:
             recording = record(module, example[0], example[1], Inside(number, tags))
             if any(map(op_facts.writes, recording.graph.graph.nodes)):
                 return "it writes to what it is given, or to its own buffers"
+            if (traces := _traces(module, Inside(number, tags), example)) is not None:
+                return f"it leaves values in what code outside of it may read: {', '.join(traces)}"
             reads, writes = _int8_borders(recording, self._int8_makers, tags)
             codegen = codegen_of(recording.graph.graph)
             lowered = self.lower_graph(recording, module)
@@ -234,6 +252,20 @@ class _Parts:
             {name: its for name, its in tags.items() if any(tag is not None for tag in its)},
             reads, writes, recording.tags, dict(_calls_inside(self.record, state.path, number)),
         )  # fmt: skip
+
+
+def _traces(module: nn.Module, inside: Inside, example: tuple[tuple, dict]) -> list[str] | None:
+    """What a call changes in its module's attributes and in the containers that it is given; None if nothing."""
+    model = working_copy(module, ())
+    intercepted: InterceptedForward = model.__dict__["forward"]
+    call = args, kwargs = owned(example)
+    before, given = held(model), shown(call)
+    with torch.inference_mode(False), torch.no_grad(), random_state_kept_if_drawn():
+        InsideRun(intercepted, inside).run(intercepted, args, kwargs)
+    found = differing(before, held(model))
+    if not found and shown(call) != given:
+        found = ["an argument"]
+    return found or None
 
 
 def _int8_borders(
@@ -314,11 +346,16 @@ class _Examples:
     def __init__(self, record: Record, args: tuple, kwargs: dict) -> None:
         self.record, self.args, self.kwargs = record, args, kwargs
         self._held: dict[tuple[str, int], tuple[tuple, dict]] = {}
+        self._set: dict[str, list[str]] = {}
+
+    def set_from_outside(self, path: str) -> list[str] | None:
+        """Attributes of a module, and of those inside, that were others when it was called than they had been."""
+        return self._set.get(path)
 
     def collect(self, model: nn.Module) -> None:
         """Run the example and keep what its modules are called with."""
         intercepted: InterceptedForward = model.__dict__["forward"]
-        run = _Collecting(intercepted.token, self._held)
+        run = _Collecting(intercepted.token, self._held, self._set, model)
         args, kwargs = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
         )
@@ -343,17 +380,28 @@ def _made_up(leaf: Any) -> Any:
     )
 
 
-class _Collecting(RunCall):
-    """A run that keeps what modules are called with."""
+def _inside(path: str, outer: str) -> bool:
+    return f"{path}.".startswith(f"{outer}." if outer else "")
 
-    def __init__(self, token: Any, held: dict[tuple[str, int], tuple[tuple, dict]]) -> None:
+
+class _Collecting(RunCall):
+    """A run that keeps what modules are called with, and what of their attributes was set since it began."""
+
+    def __init__(
+        self, token: Any, given: dict[tuple[str, int], tuple[tuple, dict]], changed: dict[str, list[str]],
+        model: nn.Module,
+    ) -> None:  # fmt: skip
         super().__init__(token)
-        self.held = held
+        self.given, self.changed, self.before = given, changed, held(model)
 
     def _module(self, intercepted: InterceptedForward, state: Any, args: tuple, kwargs: dict) -> Any:
         if self.frame is not None:
             with without_function_modes():
-                self.held[state.path, self.counts.get(id(state), 0)] = tree_map(
+                now = held(intercepted.module, state.path)
+                before = {key: value for key, value in self.before.items() if key in now or _inside(key[0], state.path)}
+                if names := differing(before, now):
+                    self.changed[state.path] = names
+                self.given[state.path, self.counts.get(id(state), 0)] = tree_map(
                     lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
                 )
         return super()._module(intercepted, state, args, kwargs)
