@@ -280,7 +280,12 @@ class GraphWriter:
         function = pow if function is operator.pow else function  # printed as **, which binds closer than a minus
         result = function(*map(untraced, args))
         if len(nodes) == 2 and nodes[0] is nodes[1] and isinstance(result, bool):
-            return result
+            if type(untraced(args[0])) is not float or function in (operator.lt, operator.gt):
+                return result
+            is_nan = self.scalar(
+                math.isnan, args[:1]
+            )  # all that decides; TorchScript folds v != v as it would for ints
+            return is_nan if function is operator.ne else self.scalar(operator.eq, (is_nan, False))
         key = (function, *((type(n), n) for n in nodes))
         if key not in self._scalars:
             node = self.graph.call_function(function, nodes)
