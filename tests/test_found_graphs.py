@@ -243,3 +243,86 @@ def test_a_part_that_changes_the_whole_is_dropped(monkeypatch):
         with pytest.warns(UserWarning, match="block stays as it was converted"):
             low = dbrq.lower(q, (X, True))
         assert_alike(low(Y, True), q(Y, True))
+
+
+# What code reads of tensors
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
+def test_sizes_read_by_other_names_are_asserted_or_free(backend):
+    q = quantized(lambda s, x, y: s.a(x) + y if x.is_same_size(y) else s.a(x) - y, X, Y)
+    low = lowered(q, backend, X, Y)
+    assert_alike(low(X, Y), q(X, Y))
+    with pytest.raises(REFUSES):
+        low(X, Y[:1].clone())
+    q = quantized(lambda s, x: s.a(x) * (x.nbytes / 128), X)
+    low = lowered(q, backend, X)
+    six = torch.cat([X, X[:2]])
+    assert_alike(low(six), q(six))
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
+def test_an_offset_in_memory_is_asserted(backend):
+    q = quantized(lambda s, x: s.a(x.as_strided(x.shape, x.stride(), x.storage_offset())), X)
+    low = lowered(q, backend, X)
+    assert_alike(low(X), q(X))
+    with pytest.raises(REFUSES):
+        low(torch.cat([Y, X])[4:])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: s.a(x) * (x.untyped_storage().size() / 128),
+        lambda s, x: s.a(x) * (x.untyped_storage().nbytes() / 128),
+        lambda s, x: s.a(x) if x._base is None else s.b(x),
+        lambda s, x: s.b(x) if x._is_view() else s.a(x),
+        lambda s, x: s.a(x) * (2 if x.requires_grad else 1),
+    ],
+)
+def test_what_no_graph_can_assert_is_refused(function):
+    q = quantized(function, X)
+    with pytest.raises(dbrq.QuantizationError, match="memory of a value|has a gradient"):
+        dbrq.rewrite(q, (X,))
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
+@pytest.mark.parametrize(
+    "squeeze",
+    [
+        lambda x: x.squeeze(1),
+        lambda x: x.squeeze(dim=1),
+        lambda x: x.squeeze(-2),
+        lambda x: torch.squeeze(x, 1),
+        lambda x: torch.squeeze(x, (1,)),
+        lambda x: torch.squeeze(input=x, dim=1),
+        lambda x: x.clone().squeeze_(1),
+    ],
+)
+def test_the_rank_behind_squeeze_is_asserted(squeeze, backend):
+    def function(s, x):
+        h = squeeze(x)
+        return s.a(h) * 2 if h.dim() == 2 else s.a(h)
+
+    example = X.reshape(4, 1, 8)
+    q = quantized(function, example)
+    low = lowered(q, backend, example)
+    two = example[:2]
+    assert_alike(low(two), q(two))
+    with pytest.raises(REFUSES):
+        low(torch.randn(4, 3, 8))
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
+def test_the_question_whether_a_number_is_one_is_asserted(backend):
+    def function(s, x):
+        v = x.max().item()
+        return x * 0 if v != v else s.a(x)
+
+    q = quantized(function, X)
+    low = lowered(q, backend, X)
+    assert_alike(low(X), q(X))
+    bad = X.clone()
+    bad[0, 0] = float("nan")
+    with pytest.raises(REFUSES):
+        low(bad)

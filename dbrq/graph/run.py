@@ -327,7 +327,7 @@ class GraphRun(RunCall):
         if op.bias_computed:
             result = result + (along(bound[2], 1, result.dim()) if row.ndim else bound[2])
         if not batched:
-            result = result.squeeze(0)
+            result = self.recorder.call(torch.Tensor.squeeze, (result, 0), {})  # of one element, for certain
         known = self.recorder.surely_known(result)
         known.value = op.result.id
         if op.decision.chain and not op.bias_computed:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import RewriteError
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
+from .nodes import leaves
 from .recorder import GraphRecorder
 from .symbols import Traced
 from .torchscript_form import property_name
@@ -43,9 +44,52 @@ def _size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) ->
 
 
 def _property(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if property_name(func) == "shape":
+    name = property_name(func)
+    if name == "shape":
         return _size(recorder, torch.Tensor.size, args[:1], {})
+    if name == "nbytes":
+        return recorder.number(args[0], "numel") * args[0].element_size()
+    if name == "_base":
+        return _of_memory(recorder, func, args, kwargs)
+    if name in ("requires_grad", "grad_fn", "is_leaf"):
+        return _of_gradient(recorder, func, args, kwargs)
     return GO_ON
+
+
+def _of_gradient(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Runs have no gradients; whether an input has one is the caller's to say, in each call anew."""
+    known = recorder.known(args[0])
+    if known is None or not known.is_input:
+        return recorder.execute(func, args, kwargs)
+    raise RewriteError(
+        "the code asks whether an input has a gradient, which is no part of a graph", path=recorder.path,
+        op=property_name(func), got=user_line(), hint="ask torch.is_grad_enabled() or self.training first",
+    )  # fmt: skip
+
+
+def _of_memory(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What says where elements are in memory: kernels that stand for ops put them elsewhere."""
+    known = recorder.known(args[0])
+    if known is None or known.static:
+        return recorder.execute(func, args, kwargs)
+    name = property_name(func) if func.__name__ == "__get__" else func.__name__
+    raise RewriteError(
+        "the code looks at the memory of a value, which is another in a graph", path=recorder.path, op=name,
+        expected="code that depends on shapes, dtypes and elements", got=user_line(),
+        hint="use numel() and element_size() for sizes, and clone() for memory of its own",
+    )  # fmt: skip
+
+
+def _storage_offset(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
+    known = recorder.known(args[0])
+    if known is None or not known.is_input:
+        return _of_memory(recorder, func, args, kwargs)
+    return recorder.number(args[0], "storage_offset").decided()
+
+
+def _is_same_size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> bool:
+    shapes = [_size(recorder, torch.Tensor.size, (x,), {}) for x in (*args, *kwargs.values())]
+    return len(shapes[0]) == len(shapes[1]) and all(bool(a == b) for a, b in zip(*shapes, strict=True))
 
 
 def _numel(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -182,9 +226,14 @@ def _setitem(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict)
 
 def _squeeze(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Which axes go is for sizes to decide: the same as here, the graph asserts."""
-    if len(args) == 1 and not kwargs and recorder.symbolic:
-        for dim in range(recorder.execute(torch.Tensor.dim, args, {})):
-            bool(recorder.size(args[0], dim) == 1)
+    x = args[0] if args else kwargs.get("input")
+    named = args[1:] or [kwargs[name] for name in ("dim", "axis") if name in kwargs]
+    if isinstance(x, Tensor) and recorder.symbolic:
+        rank = recorder.execute(torch.Tensor.dim, (x,), {})
+        dims = [int(dim) for dim in leaves(list(named))] if named else range(rank)
+        for dim in dims:
+            if -rank <= dim < rank:  # else torch says what is wrong
+                bool(recorder.size(x, dim) == 1)
     return GO_ON
 
 
@@ -197,7 +246,9 @@ def _out_of_reach(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: 
 
 SPECIAL: dict[str, Callable[[GraphRecorder, Callable, tuple, dict], Any]] = {
     "size": _size, "__get__": _property, "numel": _numel, "nelement": _numel, "stride": _stride,
-    "is_contiguous": _is_contiguous, "__len__": _len,
+    "is_contiguous": _is_contiguous, "__len__": _len, "is_same_size": _is_same_size, "storage_offset": _storage_offset,
+    "untyped_storage": _of_memory, "storage": _of_memory, "_typed_storage": _of_memory, "data_ptr": _of_memory,
+    "_is_view": _of_memory,
     "item": _item, "tolist": _tolist, "__bool__": _number, "__int__": _number, "__index__": _number, "__float__":
     _number,
     "is_nonzero": _number, "__iter__": _iter, "__contains__": _contains, "numpy": _elements, "__array__": _elements,
