@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ from ..tensors import plain
 from .agreement import Reference
 from .held import Held, differing, held
 from .signature import Inside, InsideRun, placeholders_of
-from .trials import Outcome, Trial, outcome, owned, seeded
+from .trials import Outcome, Trial, outcome, owned, perturbed, seeded, smaller
 
 
 class Converted:
@@ -27,8 +28,8 @@ class Converted:
     traces in it.
 
     Attributes:
-        again: where the first call left traces that are no tensors: which attributes changed, and what a second call
-            gives behind it.
+        again: where the first call left traces that are no tensors: which attributes changed, and what the same call
+            gives behind another.
     """
 
     def __init__(self, quantized: nn.Module, inside: Inside | None) -> None:
@@ -66,8 +67,12 @@ class Converted:
         return found, noted.new
 
     def _second(self, model: nn.Module, trial: Trial, before: Held, after: Held) -> tuple[str, Outcome] | None:
-        """What a call behind the first gives, and what that one changed; None if the model's code takes no second."""
+        """What the same call gives behind one with other inputs, and what the first changed; None if the model's code
+        takes no other call.
+        """
         try:
+            with contextlib.suppress(*ERRORS_OF_CODE):  # other inputs may be none for this model
+                self._output(model, dataclasses.replace(trial, inputs=smaller(perturbed(trial.inputs, False))))
             return ", ".join(differing(before, after)), outcome(self._output(model, trial)[0])
         except ERRORS_OF_CODE as error:
             if is_bug(error):

@@ -105,6 +105,11 @@ def perturbed(inputs: Any, integers: bool) -> Any:
     return tree_map(other, owned(inputs))
 
 
+def smaller(inputs: Any) -> Any:
+    """Inputs of which not even sums and ranges are what they were."""
+    return tree_map(lambda leaf: leaf * 0.5 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs)
+
+
 def _perturbed(leaf: Tensor, integers: bool) -> Tensor:
     if leaf.layout is not torch.strided or not leaf.is_cpu or not leaf.numel() or leaf.is_quantized:
         return leaf
