@@ -390,6 +390,7 @@ def _record(
     run = GraphRun(intercepted.token, recorder, inputs)
     with torch.inference_mode(False), random_state_kept_if_drawn() as drawing:
         output = recorder.write_back(run.record(intercepted, inputs.args, inputs.kwargs))
+    inputs.check_contents()
     changed = frozenset(recorder.changed_state())
     if recorder.reads_constants and not changed <= state:  # some of the constants are none
         return _record(quantized, args, kwargs, inside, sizes, changed | state)

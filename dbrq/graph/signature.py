@@ -22,7 +22,7 @@ from ..errors import RewriteError
 from ..pytree import copied_inputs, named_leaves, tree_leaves, tree_map
 from ..record.record import Tag
 from .recorder import GraphRecorder
-from .structure import ASSERTS, check_same, words_of
+from .structure import ASSERTS, check_same, contents, words_of
 from .symbols import Traced, traced
 
 # Inputs
@@ -123,7 +123,18 @@ class Inputs:
             values[name] = value
             if structure is not None:
                 place.meta["structure"] = structure
+        self._values, self._contents = values, contents(values)
         self.args, self.kwargs = self._call(signature, bound, values)
+
+    def check_contents(self) -> None:
+        """Raise if the run changed a container that it was given: graphs take what is in containers, not these."""
+        for name, value in self._values.items():
+            if contents(value) != self._contents[name]:
+                raise RewriteError(
+                    "forward changes a container that it is given, which a graph does not", path="",
+                    expected="a container that is only read", got=f"argument {name}, of class {type(value).__name__}",
+                    hint="return what forward puts into it for the caller to keep, or keep using the converted model",
+                )  # fmt: skip
 
     def tags_of(self, name: str, tensors: Sequence[Tensor]) -> list[Tag]:
         """Who made the tensors of an argument."""

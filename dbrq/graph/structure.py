@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import KernelInputError
+from .symbols import Traced
 
 #: ``meta`` of the nodes that assert a structure: "order" where they look at the order of keys, else "structure".
 ASSERTS = "asserts"
@@ -182,3 +183,28 @@ def ordered(structure: Any) -> bool:
     if structure[0] == "items":
         return any(map(ordered, structure[1]))
     return structure[1] or any(ordered(part) for _, part in structure[2])
+
+
+def contents(value: Any) -> Any:
+    """What is in an argument's containers, and values as they are, for as long as the run goes on: equal to what this
+    gives later unless forward changed them.
+    """
+    if isinstance(value, Mapping):
+        return {key: contents(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(contents, value))
+    if isinstance(value, (Tensor, Traced)) or value is None or type(value) in (bool, int, float, str):
+        return _Same(value)
+    return words_of(value)
+
+
+class _Same:
+    """An object, equal to itself only."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared only

@@ -282,9 +282,7 @@ class GraphWriter:
         if len(nodes) == 2 and nodes[0] is nodes[1] and isinstance(result, bool):
             if type(untraced(args[0])) is not float or function in (operator.lt, operator.gt):
                 return result
-            is_nan = self.scalar(
-                math.isnan, args[:1]
-            )  # all that decides; TorchScript folds v != v as it would for ints
+            is_nan = self.scalar(math.isnan, args[:1])  # TorchScript folds v != v
             return is_nan if function is operator.ne else self.scalar(operator.eq, (is_nan, False))
         key = (function, *((type(n), n) for n in nodes))
         if key not in self._scalars:
