@@ -40,7 +40,7 @@ from ..tensors import Int8Weight
 from .nodes import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, leaves
 from .recorder import GraphRecorder
 from .signature import Inputs
-from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor
+from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor, with_range_decided
 from .torchscript_form import holdable, name_of, scriptable
 
 _SAME = views.SAME | {"to", "clone", "detach", "data"}
@@ -223,7 +223,7 @@ class GraphRun(RunCall):
     def _hooked(self, hook: Any, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         if hook.op.decision.precision == "float" or kwargs.get("out") is not None:
             return self._tagged(hook, self.recorder.call(func, args, kwargs))
-        bound = spelling.bind(args, kwargs)
+        bound = with_range_decided(hook.op, spelling.bind(args, kwargs))
         if hook.op.weight is not None and hook.op.weight.computed and self.recorder.depends(bound[1]):
             return self._tagged(hook, self.recorder.call(func, args, kwargs))  # it comes from an input, this time
         inplace = spelling.inplace or (hook.op.inplace and asks_inplace(spelling.row, bound))

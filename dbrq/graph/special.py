@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import RewriteError
+from ..mappings import Role
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
+from ..record.record import SeenOp
 from .nodes import leaves
 from .recorder import GraphRecorder
 from .symbols import Traced
@@ -33,6 +35,16 @@ def has_tensor(args: tuple, kwargs: dict) -> bool:
 def decided(value: Any) -> Any:
     """Settings of a kernel are constants."""
     return tree_map(lambda leaf: leaf.decided() if isinstance(leaf, Traced) else leaf, value)
+
+
+def with_range_decided(op: SeenOp, bound: list[Any]) -> list[Any]:
+    """An int8 op's arguments, of which those that its range was recorded for are constants: the bounds of a clamp, the
+    factor of an add. Calibration may have seen several, whose range it has; what only shapes a value stays free.
+    """
+    first = {Role.ACTIVATION: 1, Role.ELEMENTWISE: 2}.get(op.row.role)
+    if first is None or op.other_constants:
+        return bound
+    return [*bound[:first], *map(decided, bound[first:])]
 
 
 def _size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:
