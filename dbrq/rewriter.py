@@ -7,6 +7,7 @@ depended on is asserted in the graph: ranks and dtypes of the inputs, and every 
 from __future__ import annotations
 
 import dataclasses
+import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,6 +118,12 @@ def record(
             raise
         if parting is not None:
             raise parting from None
+        if not isinstance(error, QuantizationError) and _in_transform(error):
+            raise RewriteError(
+                "forward runs layers under a transform of torch.func, such as vmap, which neither converted models "
+                "nor graphs have", path="", got=(str(error).splitlines() or [""])[0],
+                hint="call the layer on the whole batch: layers take any number of leading dimensions",
+            ) from error  # fmt: skip
         if isinstance(error, QuantizationError) or inside is not None or not _runs(quantized, args, kwargs):
             raise
         raise RewriteError(
@@ -129,6 +136,12 @@ def record(
     if not selfcheck.enabled():
         return recording
     return _agreeing(recording, Converted(quantized, inside), args, kwargs)
+
+
+def _in_transform(error: BaseException) -> bool:
+    """Whether an error was raised inside of a transform of torch.func, which says little of what it does not take."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("_functorch" in frame.filename.replace("\\", "/").split("/") for frame in frames)
 
 
 def _runs(quantized: nn.Module, args: tuple, kwargs: dict) -> bool:

@@ -405,3 +405,58 @@ def test_state_in_python_is_noticed_whatever_calibration_ended_with(kind):
         return
     with pytest.raises(dbrq.QuantizationError):
         dbrq.rewrite(q, (X,))
+
+
+# Settings that a range was recorded for
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
+@pytest.mark.parametrize(
+    ("function", "given", "other"),
+    [
+        (lambda s, x, k: s.b(torch.add(s.a(x), x, alpha=k)), (X, 1), (X, 3)),
+        (lambda s, x, k: s.b(s.a(x * 4).clamp(-k, k)), (X, 1), (X, 3)),
+        (lambda s, x: s.b(s.a(x * 4).clamp(-x.shape[0] / 4, x.shape[0] / 4)), (X,), (X.repeat(3, 1),)),
+        (lambda s, x: s.b(torch.nn.functional.hardtanh(s.a(x * 4), 0, x.shape[0] / 16)), (X,), (X.repeat(3, 1),)),
+    ],
+)
+def test_settings_that_decide_a_range_are_asserted(function, given, other, backend):
+    q = quantized(function, *given)
+    low = lowered(q, backend, *given)
+    assert_alike(low(*given), q(*given))
+    with pytest.raises(REFUSES):
+        low(*other)
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: s.b(nn.functional.pad(s.a(x), (0, 8 - x.shape[1], 0, x.shape[0]))),
+        lambda s, x: s.b(s.a(x).view(x.shape[0] * 2, 4).reshape(x.shape[0], 8)),
+        lambda s, x: s.b(nn.functional.interpolate(s.a(x)[None], size=8 * x.shape[0] // x.shape[0])[0]),
+        lambda s, x: s.b(s.a(x) / x.shape[1] + x.shape[1]),
+    ],
+)
+def test_sizes_that_only_shape_a_value_stay_free(function, backend):
+    q = quantized(function, X)
+    low = lowered(q, backend, X)
+    six = torch.cat([X, X[:2]])
+    assert_alike(low(six), q(six))
+
+
+# Errors
+
+
+def test_a_value_of_no_dimensions_leaves_onednn_in_float32():
+    q = quantized(lambda s, x: (s.a(x), (torch.arange(x.shape[0]).float() * 1.5).sum()), X)
+    low = dbrq.lower(q, (X,), backend="onednn", dtype=torch.bfloat16)
+    assert low(X)[1].dtype is torch.float32 and low(X)[1] == 9
+
+
+@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
+def test_a_layer_under_vmap_is_refused(backend):
+    q = quantized(lambda s, x: torch.vmap(s.b)(s.a(x)), X)
+    with pytest.raises(dbrq.QuantizationError, match=r"torch\.func"):
+        lowered(q, backend, X)
+    assert dbrq.rewrite(quantized(lambda s, x: s.a(x), X), (X,))(X).shape == X.shape  # nothing of it is left behind

@@ -241,7 +241,10 @@ class OneDNNModel(LoweredModel):
         """What the model returns has the dtype that it had before."""
         narrow = isinstance(value, Value) and value.dtype is not torch.float32 and value.dtype is self.dtype
         if narrow and node.meta.get("dtype") is torch.float32 and self._output in node.users:
-            return b.reordered(value, torch.float32)
+            try:
+                return b.reordered(value, torch.float32)
+            except Unsupported:  # a value of no dimensions
+                return b.call(torch.Tensor.to, (value, torch.float32), {})
         return value
 
     def _trace(self, b: Builder, nodes: Sequence[fx.Node], env: dict[fx.Node, Any],
