@@ -238,7 +238,7 @@ def memory_of(tensor: Tensor) -> int | None:
     with without_function_modes():
         try:
             return storage_id(tensor.untyped_storage())
-        except NotImplementedError:  # a subclass that computes its elements
+        except (RuntimeError, NotImplementedError):  # a subclass that computes its elements, or inside of vmap
             return None
 
 

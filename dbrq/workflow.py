@@ -15,9 +15,10 @@ from torch.nn.parameter import is_lazy
 from . import selfcheck
 from ._torch import without_function_modes
 from .auto_trace import InterceptedForward, active
+from .calibration.first_run import watch
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
-from .calibration.recorder import intercept, watch
+from .calibration.recorder import intercept
 from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place, token_of
 from .calibration.surgery import (
     bake,

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from .._torch import storage_id
 from ..mappings import FUNCTIONS
-from ..op_facts import may_write
+from ..op_facts import may_write, memory_of
 from ..pytree import tree_leaves
 
 
@@ -20,7 +19,7 @@ class Originals:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         shared = [p for p in parameters if p.layout is torch.strided and p.device.type != "meta"]
         self._data = [(p, p.data) for p in shared]
-        self._by_storage = {storage_id(p.untyped_storage()): p for p in shared}
+        self._by_memory = {memory_of(p): p for p in shared}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def before(self, func: Callable, given: object) -> Collection[int]:
@@ -32,23 +31,20 @@ class Originals:
     def keep(self, tensors: Iterable[Tensor]) -> Collection[int]:
         """Keep the parameters that ``tensors`` are, or are views of."""
         found = set()
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                continue
-            storage = storage_id(tensor.untyped_storage())
-            parameter = self._by_storage.get(storage)
-            if parameter is not None and storage not in self._kept:
-                self._kept[storage] = parameter, parameter.detach().clone()
-                found.add(storage)
+        for memory in map(memory_of, tensors):
+            parameter = self._by_memory.get(memory)
+            if memory is not None and parameter is not None and memory not in self._kept:
+                self._kept[memory] = parameter, parameter.detach().clone()
+                found.add(memory)
         return found
 
     def after(self, kept: Collection[int], written: Iterable[Tensor]) -> None:
         """Let go of what was kept and not written to."""
         if kept:
-            touched = {storage_id(tensor.untyped_storage()) for tensor in written if tensor.layout is torch.strided}
-            for storage in kept:
-                if storage not in touched:
-                    del self._kept[storage]
+            touched = set(map(memory_of, written))
+            for memory in kept:
+                if memory not in touched:
+                    del self._kept[memory]
 
     def restore(self) -> None:
         """Give the parameters what they held."""

@@ -29,8 +29,8 @@ from ..fusion import find_chains, step_of
 from ..mappings import PARTS, Role
 from ..record.record import Decision, Read, Record, SeenOp, Step, Tag
 from .families import Families, root_of
-from .qconfigs import kind, symmetric_weight
-from .reasons import _FLOAT_REASONS, kernel_of, too_deep, unsuitable
+from .qconfigs import kind
+from .reasons import _FLOAT_REASONS, kernel_of, reads_constants, unfit, unsuitable
 
 _MAKES_WEIGHTS = "it computes a weight, which is rounded as a whole"
 _SOFT = (Role.ELEMENTWISE, Role.POOL, Role.SHARE)
@@ -103,56 +103,15 @@ class Placement:
         mode, reason = kind(op.qconfig)
         if op.qconfig is None and self.record.default_recipe:
             reason = "the default recipe leaves it in float"
-        reason = self.forced.get(id(op)) or reason or too_deep(op) or self._unfit(op, mode) or self._weight_problem(op)
+        makes_weight = _MAKES_WEIGHTS if id(op) in self._weight_makers else ""
+        reason = self.forced.get(id(op)) or reason or makes_weight or unfit(self.record, op, mode)
         if reason:
             self.reasons[id(op)] = reason
             return False
-        if mode == "static" and self._reads_constants(op):
+        if mode == "static" and reads_constants(self.record, op):
             mode = "dynamic"
         self.modes[id(op)] = mode
         return mode == "static"
-
-    def _unfit(self, op: SeenOp, mode: str) -> str:
-        role = op.row.role
-        assert op.qconfig is not None
-        bad = [i.dtype for _, vid in op.activations if (i := self.record.values[vid].info).dtype is not torch.float32]
-        if bad:
-            return f"its input is {bad[0]}, and int8 kernels stand in for float32"
-        if (made := self.record.values[op.result.id].info.dtype) is not torch.float32:  # autocast in forward
-            return f"its result is {made}, and int8 kernels stand in for float32"
-        if role is Role.EMBEDDING:
-            if mode != "weight_only":
-                return "embeddings take a weight-only qconfig"
-            return "max_norm changes its weights in forward" if op.constants[3] is not None else ""
-        if role is Role.RECURRENT:
-            return "" if mode == "dynamic" else "recurrent layers take a dynamic qconfig"
-        if id(op) in self._weight_makers:
-            return _MAKES_WEIGHTS
-        if op.row.name != "matmul" and not symmetric_weight(op.qconfig):
-            return "its qconfig asks for affine weights, and kernels take symmetric int8"
-        if op.row.name == "matmul":
-            if mode != "static":
-                return "matmul takes a static qconfig"
-            constant = any(self.record.values[vid].info.constant for _, vid in op.activations)
-            flat = any(len(self.record.values[vid].info.shape) < 2 for _, vid in op.activations)
-            return "one operand is a constant or a vector" if constant or flat or len(op.slots()) < 2 else ""
-        if op.row.name != "linear" and mode != "static":
-            return f"no {mode} int8 kernel for convolutions"
-        if op.row.name != "linear" and self._reads_constants(op):
-            return "its input is a parameter, or comes from code that no hook sees"
-        return ""
-
-    def _reads_constants(self, op: SeenOp) -> bool:
-        """Whether no op made what ``op`` reads: parameters, buffers, tensors that the user's code keeps.
-
-        Nothing tells one of them from another that comes there later, so a range that was observed would not hold.
-        Linear layers take each by its own range.
-        """
-        constant = [self.record.values[vid].info.constant for _, vid in op.activations]
-        return op.row.role is Role.COMPUTE and op.row.name != "matmul" and all(constant)
-
-    def _weight_problem(self, op: SeenOp) -> str:
-        return op.weight_problem or ("" if op.weight is None else self.record.varying.get(op.weight.key, ""))
 
     def _find_weight_makers(self) -> set[int]:
         """Ops all of whose results are weights computed in forward, or go into those: they are int8 themselves."""

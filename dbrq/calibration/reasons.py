@@ -9,7 +9,8 @@ import torch
 
 from ..kernels.ranges import DEEPEST
 from ..mappings import Role
-from ..record.record import SeenOp
+from ..record.record import Record, SeenOp
+from .qconfigs import symmetric_weight
 
 _FLOAT_REASONS = {
     Role.NORM: "it follows no int8 convolution or linear layer that it could fold into",
@@ -36,7 +37,56 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
     return ""
 
 
-def too_deep(op: SeenOp) -> str:
+def unfit(record: Record, op: SeenOp, mode: str) -> str:
+    """Why an op with weights cannot be int8 in ``mode``, a matmul included; "" if it can."""
+    role, values = op.row.role, record.values
+    bad = [i.dtype for _, vid in op.activations if (i := values[vid].info).dtype is not torch.float32]
+    if bad:
+        return f"its input is {bad[0]}, and int8 kernels stand in for float32"
+    if (made := values[op.result.id].info.dtype) is not torch.float32:  # autocast in forward
+        return f"its result is {made}, and int8 kernels stand in for float32"
+    problem = _too_deep(op)
+    if role is Role.EMBEDDING and not problem:
+        if mode != "weight_only":
+            return "embeddings take a weight-only qconfig"
+        problem = "max_norm changes its weights in forward" if op.constants[3] is not None else ""
+    elif role is Role.RECURRENT and not problem:
+        return "" if mode == "dynamic" else "recurrent layers take a dynamic qconfig"
+    elif not problem:
+        problem = _unfit_product(record, op, mode)
+    varying = "" if op.weight is None else record.varying.get(op.weight.key, "")
+    return problem or op.weight_problem or varying
+
+
+def _unfit_product(record: Record, op: SeenOp, mode: str) -> str:
+    """The same, of what convolutions, linear layers and matmuls want."""
+    if op.row.name == "matmul":
+        if mode != "static":
+            return "matmul takes a static qconfig"
+        constant = any(record.values[vid].info.constant for _, vid in op.activations)
+        flat = any(len(record.values[vid].info.shape) < 2 for _, vid in op.activations)
+        return "one operand is a constant or a vector" if constant or flat or len(op.slots()) < 2 else ""
+    assert op.qconfig is not None
+    if not symmetric_weight(op.qconfig):
+        return "its qconfig asks for affine weights, and kernels take symmetric int8"
+    if op.row.name != "linear" and mode != "static":
+        return f"no {mode} int8 kernel for convolutions"
+    if op.row.name != "linear" and reads_constants(record, op):
+        return "its input is a parameter, or comes from code that no hook sees"
+    return ""
+
+
+def reads_constants(record: Record, op: SeenOp) -> bool:
+    """Whether no op made what ``op`` reads: parameters, buffers, tensors that the user's code keeps.
+
+    Nothing tells one of them from another that comes there later, so a range that was observed would not hold. Linear
+    layers take each by its own range.
+    """
+    constant = [record.values[vid].info.constant for _, vid in op.activations]
+    return op.row.role is Role.COMPUTE and op.row.name != "matmul" and all(constant)
+
+
+def _too_deep(op: SeenOp) -> str:
     """Why sums of so many products rule out int8; "" if they do not: int32 holds them whatever the values."""
     if op.row.role is Role.COMPUTE and op.outputs:
         depth = op.macs // max(math.prod(op.outputs[0].shape), 1)

@@ -1,9 +1,7 @@
 """Watching: a run is recorded, op by op, while the user's Python runs.
 
-``watch`` makes the first run, on the example. It happens on a throwaway copy that shares parameters with the model, in
-eval mode, under ``no_grad``, with random state put back, so that nothing of the user's changes. Every run of a prepared
-model is watched too: what it shows joins the record (record/merge.py), and observers see the values that int8 ops will
-read.
+The first run is one on the example (first_run.py). Every run of a prepared model is watched too: what it shows joins the
+record (record/merge.py), and observers see the values that int8 ops will read.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ..eager import views
 from ..eager.arguments import activations, bind_leaf, constant, settings, specified, spelled_name
 from ..eager.decompositions import decomposed
 from ..eager.outside import look
-from ..errors import ERRORS_OF_CODE, ConfigurationError
+from ..errors import ConfigurationError
 from ..macs import Multiplied
 from ..mappings import (
     DROPOUTS,
@@ -38,61 +36,16 @@ from ..mappings import (
     is_torch_leaf,
     leaf_row,
 )
-from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, reads_values, target_of
-from ..pytree import copied_inputs, tree_leaves, tree_map
+from ..op_facts import BY_MEMORY, LAYOUT_QUESTIONS, is_pure, memory_of, reads_values, target_of
+from ..pytree import tree_leaves, tree_map
 from ..record.callsite import border, site, user_line
 from ..record.parameters import Computed, computed
-from ..record.record import REPLACED, ModuleStep, Place, Record, SeenCall, SeenOp, Tag, TensorInfo, Value
+from ..record.record import REPLACED, ModuleStep, Place, SeenCall, SeenOp, Tag, TensorInfo, Value
 from ..tensors import Versions, layout_of, unmarked
 from .originals import Originals
-from .surgery import as_forward_sees, bake, copied, random_state_kept, uncompile_children, uncompiled
-from .values import Observer, Values, _storage
+from .values import Observer, Values
 
 _NOTHING: dict[int, Tensor] = {}
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def watch(
-    model: nn.Module, args: tuple, kwargs: dict, opaque: Sequence[type[nn.Module]] = (), on_op: Callable | None = None
-) -> Record:
-    """Run ``model`` once and return what was seen. ``model`` itself is neither run nor changed.
-
-    Args:
-        model: any module.
-        args, kwargs: one call's arguments; they are copied, since forward may change them.
-        opaque: module classes not to look into.
-        on_op: called with (op, output) after every op, for logging values.
-    """
-    stand_in = bake(uncompile_children(copied(uncompiled(model), model.parameters())).eval())
-    _check_copied((args, kwargs))
-    try:
-        args, kwargs = copied_inputs((args, kwargs))
-    except ERRORS_OF_CODE as error:
-        raise ConfigurationError(
-            f"an input cannot be copied: {error}", expected="inputs that copy.deepcopy takes",
-            hint="pass plain tensors (x.as_subclass(torch.Tensor)), or give the class a __deepcopy__",
-        ) from error  # fmt: skip
-    originals = Originals(model.parameters())
-    with torch.no_grad(), random_state_kept():
-        args, kwargs = as_forward_sees(stand_in, args, kwargs)
-        run = Watch(dict(stand_in.named_modules(remove_duplicate=False)), originals=originals, on_op=on_op)
-        for path, module in stand_in.named_modules():
-            intercept(module, path, run, tuple(opaque))
-        try:
-            run.run(stand_in.__dict__["forward"], args, kwargs)
-        finally:
-            originals.restore()
-    return run.record
-
-
-def _check_copied(inputs: Any) -> None:
-    """Raise for tensors that torch cannot copy with what they are part of."""
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.layout in _COMPRESSED:
-            raise ConfigurationError(
-                "an input is a sparse tensor of a compressed layout", got=str(leaf.layout),
-                expected="strided tensors, or sparse ones in coordinates", hint="pass it .to_sparse(), or .to_dense()",
-            )  # fmt: skip
 
 
 def intercept(
@@ -348,7 +301,7 @@ class Watch(Values, TorchFunctionMode):
             return [], original()
         known, edges, unknown = started.known, [], []
         for slot, t in activations(row, bound):
-            if not t.is_floating_point() or _storage(t) is None:
+            if not t.is_floating_point() or memory_of(t) is None:
                 continue
             vid = self._value(t).info.id
             its = self.joined.get(vid)
@@ -481,7 +434,7 @@ class Watch(Values, TorchFunctionMode):
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, comes from parameters alone, or is a choice of a parameter's elements."""
         value, how = self._value(tensor), self._source(tensor)
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         keys = [value.parameter, None if storage is None else self._parameters.get(storage)]
         keys += [ref.key for ref in how.sources] if isinstance(how, Computed) else []
         return any(key is not None and key[1] in self._modules[key[0]]._parameters for key in keys)

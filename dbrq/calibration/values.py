@@ -14,6 +14,7 @@ from .. import op_facts
 from .._torch import storage_id
 from ..eager import views
 from ..mappings import OpRow, Role
+from ..op_facts import memory_of
 from ..record.merge import Union
 from ..record.parameters import Computed
 from ..record.record import VARYING_NUMBERS, ParameterRef, Record, SeenOp, Tag, TensorInfo, Value
@@ -72,7 +73,7 @@ class Values:
         if producer is not None and tag is None:
             tag = vid
         info = TensorInfo(vid, tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tag, constant)
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         parameter = self._parameters.get(storage) if constant and storage is not None else None
         value = Value(info, producer, parameter=parameter)
         self.record.values[vid] = value
@@ -93,7 +94,7 @@ class Values:
         """What an op made. If it wrote to what it was given, that is another value from now on, and so is whatever
         shares its memory; integers stand for none of them.
         """
-        storage = _storage(tensor) if same_object else None
+        storage = memory_of(tensor) if same_object else None
         if storage is None:
             return [self._new(tensor, tag, seen).info]
         old = self._lookup(tensor)
@@ -172,13 +173,13 @@ class Values:
 
     def _sharing(self, tensor: Any) -> list[int]:
         """The ids of living values in the memory of a tensor."""
-        storage = _storage(tensor) if isinstance(tensor, Tensor) else None
+        storage = memory_of(tensor) if isinstance(tensor, Tensor) else None
         return [] if storage is None else [vid for ref, vid in self._by_storage[storage] if ref() is not None]
 
     def _copied(self, given: Any, tensor: Tensor) -> None:
         """A copy, if it is one, for whose int8 value the value itself may stand: a write to either is one to both."""
-        mine = _storage(tensor)
-        held = None if given is None else _storage(given)
+        mine = memory_of(tensor)
+        held = None if given is None else memory_of(given)
         if mine is not None and held is not None and held != mine:
             own, others = self._by_storage[mine], self._by_storage[held]
             self._by_storage[mine], self._by_storage[held] = own + others, others + own
@@ -215,7 +216,7 @@ class Values:
         """The parameter or buffer ``tensor`` is, or is a pure view of."""
         if not isinstance(tensor, Tensor):
             return None
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         key = None if storage is None else self._parameters.get(storage)
         if key is None or tensor.dtype is not torch.float32:
             return None
@@ -249,14 +250,14 @@ class Values:
 
     def computed(self, path: str, name: str, value: Tensor) -> None:
         """``value`` is what a parametrization makes of the parameter ``name`` of a module, in this run."""
-        storage = _storage(value)
+        storage = memory_of(value)
         if storage is not None:
             self._computed[path, name] = value
             self._parameters[storage] = (path, name)
 
     def _source(self, tensor: Tensor) -> Computed | ParameterRef | None:
         """How a tensor comes from parameters and buffers alone; None if it does not."""
-        storage = _storage(tensor)
+        storage = memory_of(tensor)
         key = None if storage is None else self._parameters.get(storage)
         if key is not None:
             registered = self._registered(key)
@@ -305,12 +306,4 @@ class Values:
 def _identity(tensor: Tensor | None) -> tuple[int, int, int | None] | None:
     if tensor is None:
         return None
-    return id(tensor), version_of(tensor), _storage(tensor)
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """Identifies the memory of a tensor; None for those without (sparse ones, and those inside vmap)."""
-    try:
-        return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-    except (RuntimeError, NotImplementedError):
-        return None
+    return id(tensor), version_of(tensor), memory_of(tensor)

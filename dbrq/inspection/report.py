@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._torch import without_function_modes
 from ..auto_trace import logging_values
-from ..calibration.recorder import watch
+from ..calibration.first_run import watch
 from ..calibration.surgery import copied, random_state_kept, uncompiled
 from ..errors import ConfigurationError
 from ..hidden_state import state_of
