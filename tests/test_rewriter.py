@@ -56,9 +56,12 @@ def no_complaints():
         yield
 
 
-def rewritten(module, example, mapping=None, **options):
-    """The converted model, its graph, and the graph scripted."""
-    q = convert(module, copy.deepcopy(example), mapping, **options).quantized
+def rewritten(module, example, mapping=None, data=None, **options):
+    """The converted model, calibrated on the example or on ``data``, its graph, and the graph scripted."""
+    prepared = convert(module, copy.deepcopy(example), mapping, **options).prepared
+    for inputs in data or ():
+        run(prepared, inputs)
+    q = dbrq.convert(prepared)
     with no_complaints():
         args, kwargs = call_arguments(example)
         g = dbrq.rewrite(q, args, example_kwargs=kwargs)
@@ -96,9 +99,9 @@ def structure(tree):
     return type(tree) if isinstance(tree, (Tensor, float)) else tree
 
 
-def assert_same(module, example, *others, mapping=None, **options):
+def assert_same(module, example, *others, mapping=None, data=None, **options):
     """Converted, rewritten and scripted agree on the example and on other inputs; returns the three."""
-    q, g, s = rewritten(module, example, mapping, **options)
+    q, g, s = rewritten(module, example, mapping, data, **options)
     for inputs in (example, *others):
         mine, theirs, scripts = (copy.deepcopy(inputs) for _ in range(3))
         expected, got, scripted = [call(f, x) for f, x in ((q, mine), (g, theirs), (s, scripts))]
@@ -131,9 +134,7 @@ SIZES = {
     "b, t, d = x.shape": lambda m, x: (lambda b, t, d: m.last(m.fc(x).reshape(b * t, d)).view(b, t, 4))(*x.shape),
     "arange": lambda m, x: m.last(m.fc(x) + torch.arange(x.size(1))[:, None]),
     "shape[-2:]": lambda m, x: m.last(m.fc(x) + torch.ones(x.shape[-2:])),
-    "numel": lambda m, x: m.last(m.fc(x) / x.numel()),
     "math.prod": lambda m, x: m.last(m.fc(x).reshape(math.prod(x.shape[:2]), 8)),
-    "sum of a shape": lambda m, x: m.last(m.fc(x) * (1.0 / sum(x.shape))),
     "n // 2": lambda m, x: m.last(m.fc(x)[:, : x.size(1) // 2]),
     "n * 2 + 1": lambda m, x: m.last(F.pad(m.fc(x), (0, 0, 0, x.size(1) * 2 + 1))),
     "-n % 4": lambda m, x: m.last(F.pad(m.fc(x), (0, 0, 0, -x.size(1) % 4))),
@@ -141,7 +142,6 @@ SIZES = {
     "divmod": lambda m, x: m.last(m.fc(x)[:, : divmod(x.size(1), 2)[0]]),
     "slice from the end": lambda m, x: m.last(m.fc(x)[:, -(x.size(1) - 1) :]),
     "math.ceil": lambda m, x: m.last(F.pad(m.fc(x), (0, 0, 0, math.ceil(x.size(1) / 4)))),
-    "power": lambda m, x: m.last(m.fc(x) * x.size(1) ** -0.5),
     "power of a negative number": lambda m, x: m.last(m.fc(x)) * (-1) ** x.size(1),
     "zeros": lambda m, x: m.last(m.fc(x) + torch.zeros(x.size(1), 8)),
     "new_zeros": lambda m, x: m.last(torch.cat([m.fc(x), x.new_zeros(x.size(0), 1, 8)], 1)),
@@ -192,6 +192,36 @@ IMAGE_SIZES = {
 def test_sizes_of_a_sequence_stay_free(case):
     module = model(case, cls=torch.randn(1, 1, 8), pos=torch.randn(1, 16, 8))
     assert_same(module, seq(), seq(3), seq(2, 10), seq(1, 4))
+
+
+FACTORS = {
+    "numel": lambda m, x: m.last(m.fc(x) / x.numel()),
+    "sum of a shape": lambda m, x: m.last(m.fc(x) * (1.0 / sum(x.shape))),
+    "power": lambda m, x: m.last(m.fc(x) * x.size(1) ** -0.5),
+    "an argument": lambda m, x, n: m.last(m.fc(x) * n),
+}
+
+
+@cases(FACTORS)
+def test_numbers_that_multiply_stay_free_within_what_calibration_saw(case):
+    calls = [(seq(),), (seq(3),), (seq(2, 10),), (seq(1, 4),)]
+    if case is FACTORS["an argument"]:
+        calls = [(x, n) for (x,), n in zip(calls, (2, 4, 3, 1), strict=True)]
+    assert_same(model(case), *calls, data=calls)
+
+
+@cases(FACTORS)
+def test_numbers_that_calibration_did_not_see_are_cut_off_in_graphs_and_not_in_converted_models(case):
+    x = seq()
+    example, larger = [x], [x[:1, :4]]
+    if case is FACTORS["an argument"]:
+        example, larger = [*example, 2], [*larger, 40]
+    module = model(case)
+    q, g, _ = rewritten(module, example)
+    with pytest.warns(UserWarning, match="has the settings"):
+        result = run(q, larger)
+    assert sqnr(run(module, larger), result) > 25
+    assert structure(run(g, larger)) == structure(result)
 
 
 @cases(IMAGE_SIZES)
@@ -427,7 +457,6 @@ ARGUMENTS = {
     "**kwargs": (anything, {"scale": MASK}, None),
     "*args and **kwargs": (anything, {"scale": MASK}, {"scale": OTHER_MASK}),
     "int": (lambda m, x, n: m.last(m.fc(x)[:, :n]), (seq(), 2), (seq(3), 4)),
-    "int that multiplies": (lambda m, x, n: m.last(m.fc(x) * n), (seq(), 2), (seq(3), 4)),
     "bool, float, str": (
         lambda m, x, a, b, c: m.last(m.fc(x) * b if a and c == "on" else x),
         (seq(), True, 0.5, "on"), (seq(3), True, 0.5, "on")),

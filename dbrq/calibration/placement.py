@@ -137,7 +137,7 @@ class Placement:
         if not reason and kind(op.qconfig)[0] != "static":
             reason = kind(op.qconfig)[1] or "element-wise ops take a static qconfig"
         if not reason:
-            reason = next(filter(None, (unsuitable(op, c) for c in (op.constants, *op.other_constants))), "")
+            reason = next(filter(None, (unsuitable(op, c) for c in op.all_constants())), "")
         if not reason and any(self.record.values[v].info.dtype is not torch.float32 for _, v in op.activations):
             reason = "its inputs are not float32"
         if reason:

@@ -1,7 +1,7 @@
 """Watching: a run is recorded, op by op, while the user's Python runs.
 
-The first run is one on the example (first_run.py). Every run of a prepared model is watched too: what it shows joins the
-record (record/merge.py), and observers see the values that int8 ops will read.
+The first run is one on the example (first_run.py). Every run of a prepared model is watched too: what it shows joins
+the record (record/merge.py), and observers see the values that int8 ops will read.
 """
 
 from __future__ import annotations

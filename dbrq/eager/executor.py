@@ -18,7 +18,7 @@ from ..kernels import QParams, dynamic_qparams, quantize, together
 from ..mappings import Role, Spelling, asks_inplace
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import Spot
-from ..record.record import Read, SeenOp, Tag
+from ..record.record import Read, SeenOp, Tag, is_number
 from ..tensors import UNSURE, Int8Tensor, plain, set_tag
 from .arguments import bind_leaf, constant, settings
 from .float_reference import run_float
@@ -39,12 +39,6 @@ def _has_elements(x: Tensor) -> bool:
 _NOT_SETTINGS = ("training",)
 #: Is no attribute of any module.
 _NEVER = object()
-#: The record holds so many settings of an op beside the first (record/merge.py).
-_KEPT = 8
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Plan:
@@ -117,23 +111,21 @@ class Plan:
             value = bound[i]
             if value is not recorded and not (self._takes_any and recorded is None and isinstance(value, Tensor)):
                 given = settings(self.row, bound)
-                return all(self._was_seen(i, given[i]) for i, _ in self._recorded)
+                return all(self._was_seen(i, given[i]) for i, _ in self._recorded) or self._has_no_range()
         return True
+
+    def _has_no_range(self) -> bool:
+        """Whether nobody quantizes what a float computation of this op gives: then any settings will do."""
+        baked = self.row.takes_weight or self.op.decision.member_of is not None
+        return not baked and self.state.token.qparams_of(self.tag) is None
 
     def _was_seen(self, position: int, value: Any) -> bool:
         """Whether a setting was recorded, or is a number between those that were: of it comes nothing beyond them."""
         baked = self.row.takes_weight or self.op.decision.member_of is not None  # into the packed weight, or its kernel
-        others = () if baked else self.op.other_constants
-        seen = [constants[position] for constants in (self.op.constants, *others)]
-        if value in seen:
+        if value in [constants[position] for constants in ([self.op.constants] if baked else self.op.all_constants())]:
             return True
-        numbers = [number for number in seen if _is_number(number)]
-        if baked or not _is_number(value) or not numbers:
-            return False
-        if len(others) >= _KEPT:  # of more than these, the record forgets some
-            return True
-        within = min(numbers) <= value <= max(numbers)
-        return within and (self.row.name != "div" or min(numbers) > 0 or max(numbers) < 0)
+        span = self.op.number_range(position) if is_number(value) else None
+        return span is not None and span[0] <= value <= span[1]
 
     def _other_settings(self, call: Run, bound: Sequence[Any]) -> None:
         """The op is called with settings that it was not recorded with: what comes of it has an unknown range."""

@@ -5,6 +5,7 @@ Each function returns ``GO_ON`` for a call that it does not serve.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import RewriteError
 from ..mappings import Role
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..record.record import SeenOp
+from ..record.record import SeenOp, is_number
 from .nodes import leaves
 from .recorder import GraphRecorder
 from .symbols import Traced
@@ -38,13 +39,20 @@ def decided(value: Any) -> Any:
 
 
 def with_range_decided(op: SeenOp, bound: list[Any]) -> list[Any]:
-    """An int8 op's arguments, of which those that its range was recorded for are constants: the bounds of a clamp, the
-    factor of an add. Calibration may have seen several, whose range it has; what only shapes a value stays free.
+    """An int8 op's arguments, of which those that its range was recorded for (the bounds of a clamp, the factor of an
+    add) are constants, or are asserted to be such that the range holds. What only shapes a value stays free, and so do
+    numbers that are operands: like other data, what comes of them is cut off at the range.
     """
-    first = {Role.ACTIVATION: 1, Role.ELEMENTWISE: 2}.get(op.row.role)
-    if first is None or op.other_constants:
-        return bound
-    return [*bound[:first], *map(decided, bound[first:])]
+    first = {Role.ACTIVATION: 1, Role.ELEMENTWISE: 2}.get(op.row.role, len(bound))
+    return [*bound[:first], *(_in_range(op, i, bound[i]) for i in range(first, len(bound)))]
+
+
+def _in_range(op: SeenOp, position: int, value: Any) -> Any:
+    span = op.number_range(position) if isinstance(value, Traced) and is_number(value.value) else None
+    if span is None:
+        return decided(value)
+    low, high = span  # a comparison is a decision, which the graph asserts
+    return value if (low == -math.inf or value >= low) and (high == math.inf or value <= high) else decided(value)
 
 
 def _size(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dict) -> Any:

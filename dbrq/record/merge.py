@@ -11,7 +11,19 @@ from collections import Counter
 from dataclasses import replace
 
 from ..mappings import Role
-from .record import REPLACED, VARYING_NUMBERS, Place, Record, SeenCall, SeenOp, SeenPath, Tag, TensorInfo, Value
+from .record import (
+    MOST_SETTINGS,
+    REPLACED,
+    VARYING_NUMBERS,
+    Place,
+    Record,
+    SeenCall,
+    SeenOp,
+    SeenPath,
+    Tag,
+    TensorInfo,
+    Value,
+)
 
 #: More paths through one call than these are counted no more; their ops are still known.
 MOST_PATHS = 100
@@ -162,8 +174,8 @@ class Joined:
         if op.weight_problem == REPLACED and not known.weight_problem:
             known.weight, known.weight_problem = None, op.weight_problem
             self.changed = True
-        if comparable and op.constants not in (known.constants, *known.other_constants):
-            known.other_constants = (*known.other_constants[-7:], op.constants)
+        if comparable and op.constants not in known.all_constants():
+            known.other_constants = (*known.other_constants[1 - MOST_SETTINGS :], op.constants)
             self.changed = True
 
     def _add(self, value: Value, producer: SeenOp | None = None) -> int:

@@ -4,6 +4,7 @@ hooks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,15 @@ VARYING_NUMBERS = "its weight is computed in forward, from numbers that are not 
 
 #: Why a layer stays float whose parameters are others at times.
 REPLACED = "forward replaces its parameters"
+
+#: So many settings of an op are kept beside the first.
+MOST_SETTINGS = 8
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting is an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 #: One value whose qparams are meant, or several whose ranges together are.
 Key = int | tuple[int, ...]
@@ -202,6 +212,25 @@ class SeenOp:
     def result(self) -> TensorInfo:
         """The first output."""
         return self.outputs[0]
+
+    def all_constants(self) -> list[tuple[Any, ...]]:
+        """The settings of all runs, as far as they were kept."""
+        return [self.constants, *self.other_constants]
+
+    def number_range(self, position: int) -> tuple[float, float] | None:
+        """Numbers at ``position`` of which comes nothing beyond what was seen: those between the recorded ones, and
+        factors that make values smaller, since ranges have zero. None if only the recorded ones will do.
+        """
+        seen = [constants[position] for constants in self.all_constants()]
+        numbers = [value for value in seen if is_number(value)]
+        if not numbers or len(numbers) < len(seen) or self.row.takes_weight or self.decision.member_of is not None:
+            return None  # packed into weights or kernels, or no number
+        if len(self.other_constants) >= MOST_SETTINGS:
+            return -math.inf, math.inf
+        low, high = min(numbers), max(numbers)
+        if self.row.name == "div" and position == 1:
+            return (low, math.inf) if low > 0 else (-math.inf, high) if high < 0 else None
+        return (min(low, 0), max(high, 0)) if self.row.name in ("mul", "div") else (low, high)
 
     def slots(self) -> dict[int, list[int]]:
         """slot -> ids of the values that come to it."""
