@@ -109,7 +109,9 @@ class Plan:
         """Whether a function got settings that it was recorded with, so that its results are within their ranges."""
         for i, recorded in self._recorded:
             value = bound[i]
-            if value is not recorded and not (self._takes_any and recorded is None and isinstance(value, Tensor)):
+            if value is recorded or (type(value) in (int, float) and value == recorded):
+                continue
+            if not (self._takes_any and recorded is None and isinstance(value, Tensor)):
                 given = settings(self.row, bound)
                 return all(self._was_seen(i, given[i]) for i, _ in self._recorded) or self._has_no_range()
         return True
