@@ -84,22 +84,31 @@ def tree_leaves(tree: Any) -> Iterator[Any]:
 
 
 def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of ``tree``, in order, each with where it is: by keys and fields, not by how many come before it.
+    """The leaves of ``tree``, in order, each with where it is: by keys and fields, and in lists and tuples, however
+    nested, by how many come before it.
 
-    >>> list(named_leaves({"a": (1, None), "b": 2}, "x"))
-    [("x['a'][0]", 1), ("x['a'][1]", None), ("x['b']", 2)]
+    >>> list(named_leaves({"a": (1, None), "b": [2, (3, 4)]}, "x"))
+    [("x['a'][0]", 1), ("x['a'][1]", None), ("x['b'][0]", 2), ("x['b'][1]", 3), ("x['b'][2]", 4)]
     """
     if isinstance(tree, (list, tuple)):
-        items = [(f"{name}[{number}]", item) for number, item in enumerate(tree)]
+        for number, item in enumerate(_flat(tree)):
+            yield from named_leaves(item, f"{name}[{number}]")
     elif isinstance(tree, Mapping):
-        items = [(f"{name}[{key!r}]", item) for key, item in tree.items()]
+        for key, item in tree.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        items = [(f"{name}.{field.name}", getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+        for field in dataclasses.fields(tree):
+            yield from named_leaves(getattr(tree, field.name, None), f"{name}.{field.name}")
     else:
         yield name, tree
-        return
-    for inner, item in items:
-        yield from named_leaves(item, inner)
+
+
+def _flat(items: list | tuple) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _flat(item)
+        else:
+            yield item
 
 
 def call_arguments(example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> tuple[tuple, dict]:

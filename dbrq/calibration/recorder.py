@@ -103,6 +103,7 @@ class Watch(Values, TorchFunctionMode):
     ) -> None:
         super().__init__(modules, observing)
         self.on_op, self.originals = on_op, originals
+        self.training = False
         self.lines: Counter[str] = Counter()
         self.token = self if token is None else token
         self.slow = True  # every module call comes to enter
@@ -117,6 +118,7 @@ class Watch(Values, TorchFunctionMode):
     def run(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module."""
         previous, active.call = active.call, self
+        self.training = intercepted.module.training
         try:
             with self:
                 for name, tensors in intercepted.tensors_by_name(args, kwargs).items():
@@ -233,7 +235,7 @@ class Watch(Values, TorchFunctionMode):
         assert row is not None
         with without_function_modes():
             bound, op = bind_leaf(intercepted, args, kwargs), row.name
-            row = OTHER if drops(row, bound) else row
+            row = OTHER if drops(row, bound) and not self._is_off(row) else row
             started = self._start(row, op, (args, kwargs), bound, intercepted)
             if self.originals is not None and row.role is Role.EMBEDDING:
                 self.originals.keep([bound[1]] if bound[3] is not None else ())  # max_norm
@@ -258,7 +260,7 @@ class Watch(Values, TorchFunctionMode):
             return func(*args, **kwargs)
         spelling = FUNCTIONS.get(func)
         row = spelling.row if spelling else OTHER
-        if row.role is Role.PASS and views.makes_elements(func, row, args, kwargs):
+        if row.role is Role.PASS and not self._is_off(row) and views.makes_elements(func, row, args, kwargs):
             row, spelling = OTHER, None
         bound = spelling.bind(args, kwargs) if spelling else []
         name = function_name(func)
@@ -276,7 +278,7 @@ class Watch(Values, TorchFunctionMode):
             self._log("%s::%s.__torch_function__ end", row.name)
         if func in READS_NUMBER:
             self.record.read(self.lines, output)
-        if row.name in DROPOUTS:
+        if row.name in DROPOUTS and not drops(row, bound):
             self._same_value(bound[0], output)
         target = target_of(func, args, kwargs)
         written = {id(t): t for t in (target, *versions.written()) if t is not None}
@@ -289,6 +291,10 @@ class Watch(Values, TorchFunctionMode):
             for tensor, how in computed(func, args, kwargs, output, self._source):
                 self._made_of_parameters[self._value(tensor).info.id] = how
         return output
+
+    def _is_off(self, row: OpRow) -> bool:
+        """Whether this run trains the model, and what drops in it will not in eval mode."""
+        return self.training and row.name in DROPOUTS
 
     def _run(
         self, started: _Started, row: OpRow, bound: list, original: Callable, inplace: bool = False

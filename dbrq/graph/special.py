@@ -93,6 +93,9 @@ def _of_memory(recorder: GraphRecorder, func: Callable, args: tuple, kwargs: dic
     if known is None or known.static:
         return recorder.execute(func, args, kwargs)
     name = property_name(func) if func.__name__ == "__get__" else func.__name__
+    if name == "data_ptr":  # two values have the same, or not, as the layouts of inputs have it
+        recorder.hold_layouts_behind(known.node)
+        return recorder.execute(func, args, kwargs)
     raise RewriteError(
         "the code looks at the memory of a value, which is another in a graph", path=recorder.path, op=name,
         expected="code that depends on shapes, dtypes and elements", got=user_line(),
