@@ -156,7 +156,7 @@ class Draft:
         self.statements: list[Statement] = []
         self.random = self.stateful = self.varying = False
         self._init: list[str] = []
-        self._lines: list[str] = []
+        self.lines: list[str] = []
         self._made: list[str] = []
         self._count = 0
 
@@ -234,7 +234,7 @@ class Draft:
 
     def do(self, *lines: str) -> None:
         exec("\n".join(lines), self.space)
-        self._lines += lines
+        self.lines += lines
 
     def made(self, name: str) -> None:
         self._made.append(name)
@@ -249,7 +249,7 @@ class Draft:
     def apply(self, rule: Callable[[Draft], Any]) -> bool:
         """Apply a rule; False if torch rejects what it wrote."""
         known = len(self.names)
-        self._init, self._lines, self._made = [], [], []
+        self._init, self.lines, self._made = [], [], []
         flags = self.random, self.stateful, self.varying
         try:
             with torch.no_grad():
@@ -261,7 +261,7 @@ class Draft:
         else:
             if not self._usable():
                 raise Unusable
-            self.statements.append(Statement(rule.__name__, tuple(self._init), tuple(self._lines), tuple(self._made)))
+            self.statements.append(Statement(rule.__name__, tuple(self._init), tuple(self.lines), tuple(self._made)))
             return True
         del self.names[known:]
         self.random, self.stateful, self.varying = flags
