@@ -601,3 +601,17 @@ def test_a_write_to_the_last_view_of_an_int8_value() -> None:
     x = torch.randn(4, 8)
     (expected,), (result,) = runs(model, [x]), runs(quantized(model, x), [x])
     assert sqnr(expected, result) > 25
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x: torch.stack([x, x], -1)[..., 1], lambda x: torch.cat([x, x], -1)[..., ::2]]
+)
+def test_one_row_with_gaps_is_added_to_a_linear_layer(other: Any) -> None:
+    """Of one row, onednn took the elements next to each other."""
+    model = Call(lambda m, x: F.relu(m.b(m.a(x))) + other(m.a(x)), a=nn.Linear(6, 8), b=nn.Linear(8, 8)).eval()
+    example = torch.randn(8, 1, 6)
+    converted = quantized(model, example)
+    graph = lowered(converted, example, "onednn")
+    for x in (example, torch.randn(1, 1, 6)):
+        (expected,), (result,) = runs(converted, [x]), runs(graph, [x])
+        assert sqnr(expected, result) > 60

@@ -292,7 +292,7 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
             raise Unsupported("the result has the other operand's shape")
         other = without_repeats(other)
         if math.prod(other.shape) == (other.shape[-1] if other.shape else 1) and other.numel in (1, width):
-            return other.like((1, other.numel), (other.numel, 1))
+            return laid_out(b, other, binding.row_major(other.shape)).like((1, other.numel), (other.numel, 1))
         if other.shape != full:
             raise Unsupported("the other operand does not broadcast to rows")
         return laid_out(b, other, strides).like((count, width), (width, 1))
