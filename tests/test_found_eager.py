@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import sqnr
+from helpers import run, sqnr
 from torch import Tensor, nn
 
 import dbrq
@@ -484,3 +484,22 @@ def test_attributes_that_forward_sets_on_values(name: str, follower: Callable) -
     model = Rows(forward)
     with torch.no_grad():
         assert sqnr(model(ROWS[0]), quantized(model, ROWS, strict=True)(ROWS[0])) > 30
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_numbers_made_of_sizes_are_fine_while_what_comes_of_them_is_in_range(strict: bool) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).sum(1) / x.shape[1])
+
+    model, x = Pooled().eval(), torch.randn(16, 8, 8)
+    prepared = dbrq.prepare(model, x)
+    prepared(x)
+    converted = dbrq.convert(prepared, strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sqnr(run(model, x[:, :6]), run(converted, x[:, :6])) > 25

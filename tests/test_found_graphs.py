@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import enum
+import warnings
 
 import numpy as np
 import pytest
@@ -460,3 +461,34 @@ def test_a_layer_under_vmap_is_refused(backend):
     with pytest.raises(dbrq.QuantizationError, match=r"torch\.func"):
         lowered(q, backend, X)
     assert dbrq.rewrite(quantized(lambda s, x: s.a(x), X), (X,))(X).shape == X.shape  # nothing of it is left behind
+
+
+def test_a_part_may_store_what_nobody_can_change():
+    """A new tuple that is equal to the old one is no change."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            self.hw, self.shape = (x.shape[0], x.shape[1]), x.shape
+            return self.f(x)
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x, flag):
+            h = self.block(x)
+            return h * 2 if flag else torch.relu(h - 1)
+
+    model = Branching().eval()
+    prepared = dbrq.prepare(model, (X, True))
+    prepared(X, True)
+    prepared(X, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        low = dbrq.lower(dbrq.convert(prepared), (X, True), backend="onednn")
+    assert low.__dict__["forward"].token.states["block"].parts

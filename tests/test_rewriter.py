@@ -210,7 +210,7 @@ def test_numbers_that_multiply_stay_free_within_what_calibration_saw(case):
     assert_same(model(case), *calls, data=calls)
 
 
-@cases(FACTORS)
+@cases({name: FACTORS[name] for name in ("numel", "an argument")})  # the others stay within the range
 def test_numbers_that_calibration_did_not_see_are_cut_off_in_graphs_and_not_in_converted_models(case):
     x = seq()
     example, larger = [x], [x[:1, :4]]

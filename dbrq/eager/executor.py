@@ -121,6 +121,22 @@ class Plan:
         baked = self.row.takes_weight or self.op.decision.member_of is not None
         return not baked and self.state.token.qparams_of(self.tag) is None
 
+    def _differ_in_numbers(self, bound: Sequence[Any]) -> bool:
+        """Whether the settings that were not recorded are numbers where the record has numbers: sizes, for one."""
+        given = settings(self.row, bound)
+        unseen = [(given[i], recorded) for i, recorded in self._recorded if not self._was_seen(i, given[i])]
+        return bool(unseen) and all(is_number(value) and is_number(recorded) for value, recorded in unseen)
+
+    def _is_in_range(self, output: Any) -> bool:
+        """Whether a result is, but for a tenth, within the range that was calibrated for it."""
+        qparams = self.state.token.qparams_of(self.tag)
+        if qparams is None or not isinstance(output, Tensor) or not output.numel():
+            return True
+        low, high = torch.aminmax(plain(output).detach())
+        room = 0.1 * (qparams.quant_max - qparams.quant_min)
+        least, most = (level - qparams.zero_point for level in (qparams.quant_min - room, qparams.quant_max + room))
+        return bool(least * qparams.scale <= low and high <= most * qparams.scale)
+
     def _was_seen(self, position: int, value: Any) -> bool:
         """Whether a setting was recorded, or is a number between those that were: of it comes nothing beyond them."""
         baked = self.row.takes_weight or self.op.decision.member_of is not None  # into the packed weight, or its kernel
@@ -221,12 +237,16 @@ class Plan:
         """The op as a function, method or operator."""
         bound = spelling.bind(args, kwargs)
         other = not self.has_settings(bound) and not self.any_time  # of those, no range is known anyway
-        if other:
+        numbers = other and self._differ_in_numbers(bound)
+        if other and not numbers:
             self._other_settings(call, bound)
         if other or self.op.decision.precision == "float" or kwargs.get("out") is not None:
             self._note_origins(call, bound)
             inplace = spelling.inplace or asks_inplace(spelling.row, bound)
-            return self.float_result(call, call.run_float(func, args, kwargs, inplace))
+            output = call.run_float(func, args, kwargs, inplace)
+            if numbers and not self._is_in_range(output):
+                self._other_settings(call, bound)
+            return self.float_result(call, output)
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(call, bound[0], self.run(call, bound), inplace)
 

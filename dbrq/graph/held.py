@@ -58,4 +58,5 @@ def shown(value: Any, depth: int = 4) -> Any:
     else:
         return id(value)
     inner = map(id, parts) if len(parts) > _MOST else (shown(part, depth - 1) for part in parts)
-    return id(value), keys, *inner
+    # Of what nobody can change, another one that is equal is the same.
+    return None if isinstance(value, (tuple, frozenset)) else id(value), type(value), keys, *inner

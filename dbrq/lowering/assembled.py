@@ -24,6 +24,8 @@ Parts = Mapping[str, dict[int, list]]
 
 #: How far outcomes may be apart, relative to their size, and how many times as far as nudged inputs change them.
 _CLOSE, _FACTOR = 0.1, 4.0
+#: What is no further off than this agrees where the outcome is all zeros.
+_FLOOR = 1e-3
 
 
 def disagreeing(quantized: nn.Module, parts: Parts, args: tuple, kwargs: dict) -> list[str]:
@@ -37,7 +39,7 @@ def disagreeing(quantized: nn.Module, parts: Parts, args: tuple, kwargs: dict) -
             if is_bug(error):
                 raise
             continue  # such inputs are none for this model
-        trials.append((inputs, expected, max(_CLOSE, _FACTOR * noise if noise < 1 else _CLOSE)))
+        trials.append((inputs, expected, max(_CLOSE, _FACTOR * noise)))  # infinite where rounding decides on shapes
 
     def agree(paths: Iterable[str]) -> bool:
         some = {path: parts[path] for path in paths}
@@ -86,6 +88,8 @@ def _leaf_distance(expected: Any, got: Any) -> float:
         return float("inf")
     if not expected.is_floating_point() or not expected.numel() or expected.layout is not torch.strided:
         return 0.0
-    finite = expected.isfinite() & got.isfinite()
-    size = rms(torch.where(finite, expected, 0.0))
-    return rms(torch.where(finite, got - expected, 0.0)) / size if size > 1e-6 else 0.0
+    finite = expected.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return float("inf")
+    size, error = rms(torch.where(finite, expected, 0.0)), rms(torch.where(finite, got - expected, 0.0))
+    return error / size if size > 1e-6 else 0.0 if error <= _FLOOR else float("inf")

@@ -27,7 +27,7 @@ from ..quiet import quietly
 from .files import replacing
 
 _FORMAT = "dbrq"
-_VERSION = 1
+_VERSION = 2
 #: In a lowered model's file, beside what TorchScript puts there.
 _LABEL = "dbrq.json"
 
