@@ -125,10 +125,12 @@ def mutates(function: Callable) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _writes_to_others(function: Callable) -> bool:
-    """Whether schemas say that ``function`` writes to other arguments than its first."""
-    others = [a for op in _overloads(function) for a in schema_of(op).arguments[1:] if a.name != "out"]
-    return any(a.alias_info is not None and a.alias_info.is_write for a in others)
+def _written_positions(function: Callable) -> frozenset[int]:
+    """Positions of the arguments that schemas say ``function`` may write to, ``out`` aside."""
+    return frozenset(
+        i for op in _overloads(function) for i, a in enumerate(schema_of(op).arguments)
+        if a.name != "out" and a.alias_info is not None and a.alias_info.is_write
+    )  # fmt: skip
 
 
 def target_of(function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
@@ -136,7 +138,7 @@ def target_of(function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out
-    if args and isinstance(args[0], Tensor) and mutates(function) and not _writes_to_others(function):
+    if args and isinstance(args[0], Tensor) and mutates(function) and _written_positions(function) <= {0}:
         return args[0]
     return None
 
@@ -156,17 +158,13 @@ def is_pure(function: Callable) -> bool:
     return bool(arguments) and all(a.alias_info is None for a in arguments)
 
 
-@functools.lru_cache(maxsize=4096)
 def may_write(function: Callable) -> bool:
     """Whether a call of ``function`` may write to what it is given. Functions in Python may.
 
     >>> may_write(torch.Tensor.add_), may_write(torch.add), may_write(torch.Tensor.view)
     (True, False, False)
     """
-    if isinstance(function, types.FunctionType) or mutates(function):
-        return True
-    arguments = [a for op in _overloads(function) for a in schema_of(op).arguments if a.name != "out"]
-    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    return isinstance(function, types.FunctionType) or mutates(function) or bool(_written_positions(function))
 
 
 # Watching what runs

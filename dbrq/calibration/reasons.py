@@ -39,23 +39,26 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
 
 def unfit(record: Record, op: SeenOp, mode: str) -> str:
     """Why an op with weights cannot be int8 in ``mode``, a matmul included; "" if it can."""
-    role, values = op.row.role, record.values
+    values = record.values
     bad = [i.dtype for _, vid in op.activations if (i := values[vid].info).dtype is not torch.float32]
     if bad:
         return f"its input is {bad[0]}, and int8 kernels stand in for float32"
     if (made := values[op.result.id].info.dtype) is not torch.float32:  # autocast in forward
         return f"its result is {made}, and int8 kernels stand in for float32"
-    problem = _too_deep(op)
-    if role is Role.EMBEDDING and not problem:
+    if problem := _too_deep(op) or _unfit_kind(record, op, mode) or op.weight_problem:
+        return problem
+    return "" if op.weight is None else record.varying.get(op.weight.key, "")
+
+
+def _unfit_kind(record: Record, op: SeenOp, mode: str) -> str:
+    """The same, of what ops of its kind want."""
+    if op.row.role is Role.EMBEDDING:
         if mode != "weight_only":
             return "embeddings take a weight-only qconfig"
-        problem = "max_norm changes its weights in forward" if op.constants[3] is not None else ""
-    elif role is Role.RECURRENT and not problem:
+        return "max_norm changes its weights in forward" if op.constants[3] is not None else ""
+    if op.row.role is Role.RECURRENT:
         return "" if mode == "dynamic" else "recurrent layers take a dynamic qconfig"
-    elif not problem:
-        problem = _unfit_product(record, op, mode)
-    varying = "" if op.weight is None else record.varying.get(op.weight.key, "")
-    return problem or op.weight_problem or varying
+    return _unfit_product(record, op, mode)
 
 
 def _unfit_product(record: Record, op: SeenOp, mode: str) -> str:

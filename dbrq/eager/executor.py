@@ -118,8 +118,7 @@ class Plan:
 
     def _has_no_range(self) -> bool:
         """Whether nobody quantizes what a float computation of this op gives: then any settings will do."""
-        baked = self.row.takes_weight or self.op.decision.member_of is not None
-        return not baked and self.state.token.qparams_of(self.tag) is None
+        return not self.op.is_baked and self.state.token.qparams_of(self.tag) is None
 
     def _differ_in_numbers(self, bound: Sequence[Any]) -> bool:
         """Whether the settings that were not recorded are numbers where the record has numbers: sizes, for one."""
@@ -139,8 +138,8 @@ class Plan:
 
     def _was_seen(self, position: int, value: Any) -> bool:
         """Whether a setting was recorded, or is a number between those that were: of it comes nothing beyond them."""
-        baked = self.row.takes_weight or self.op.decision.member_of is not None  # into the packed weight, or its kernel
-        if value in [constants[position] for constants in ([self.op.constants] if baked else self.op.all_constants())]:
+        known = [self.op.constants] if self.op.is_baked else self.op.all_constants()
+        if value in [constants[position] for constants in known]:
             return True
         span = self.op.number_range(position) if is_number(value) else None
         return span is not None and span[0] <= value <= span[1]

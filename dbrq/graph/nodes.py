@@ -71,11 +71,7 @@ def is_impure(node: fx.Node) -> bool:
     """
     if node.op in ("placeholder", "output") or writes(node) or is_random(node):
         return True
-    return node.target is assert_ or getattr(node.target, "__name__", "") in (
-        "check_input",
-        "check_absent",
-        "check_same",
-    )
+    return node.target is assert_ or getattr(node.target, "__name__", "") in _CHECKS
 
 
 def remove_dead(graph: fx.Graph) -> None:

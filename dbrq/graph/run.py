@@ -193,7 +193,7 @@ class GraphRun(RunCall):
             bound[3:7] = map(decided, bound[3:7])
         hook = self.frame.function(spelling.row, bound)
         if hook is None:
-            self.frame.state.unrecorded(spelling.row.name, None)
+            self.frame.unrecorded(spelling.row.name, None)
             return self._float(func, args, kwargs)
         with self._at(self.recorder.path, hook.op.path):
             return self._hooked(hook, func, spelling, args, kwargs)

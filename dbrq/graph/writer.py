@@ -239,6 +239,8 @@ class GraphWriter:
         """How often the memory of ``tensor`` was written to, here or perhaps in another call: there, inputs may share
         memory with each other and with the model's own tensors.
         """
+        if not self._written:
+            return 0
         memory = memory_of(tensor)
         same = {memory}
         if memory in self._inputs:

@@ -217,14 +217,19 @@ class SeenOp:
         """The settings of all runs, as far as they were kept."""
         return [self.constants, *self.other_constants]
 
+    @property
+    def is_baked(self) -> bool:
+        """Whether its settings are part of a packed weight or of the kernel that runs it."""
+        return self.row.takes_weight or self.decision.member_of is not None
+
     def number_range(self, position: int) -> tuple[float, float] | None:
         """Numbers at ``position`` of which comes nothing beyond what was seen: those between the recorded ones, and
         factors that make values smaller, since ranges have zero. None if only the recorded ones will do.
         """
         seen = [constants[position] for constants in self.all_constants()]
         numbers = [value for value in seen if is_number(value)]
-        if not numbers or len(numbers) < len(seen) or self.row.takes_weight or self.decision.member_of is not None:
-            return None  # packed into weights or kernels, or no number
+        if not numbers or len(numbers) < len(seen) or self.is_baked:
+            return None
         if len(self.other_constants) >= MOST_SETTINGS:
             return -math.inf, math.inf
         low, high = min(numbers), max(numbers)
