@@ -29,6 +29,9 @@ _RANDOM_NAMES = re.compile(
     r"rand|bernoulli|multinomial|normal_|dropout|poisson|exponential|uniform|rrelu|gumbel|sample_"
 )
 _DYNAMIC_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_INTEGERS = (torch.int64, torch.int32)
+#: Ops of which the tags do not say it.
+_DYNAMIC_UNSAID = ("aten::_pack_padded_sequence",)
 
 
 @dataclass(frozen=True)
@@ -177,23 +180,35 @@ class Watching(TorchDispatchMode):
         dynamic: an op whose shape or number depends on values, "" if there was none.
         random: an op drew random numbers.
         written: the memory that was written to.
+        taken: the memory that ops were given.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.dynamic, self.random = "", False
         self.written: set[int] = set()
+        self.taken: set[int | None] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _is_dynamic(func, args):
             self.dynamic = str(func)
         self.random = self.random or _draws(func, args, kwargs)
+        self.taken.update(memory_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         result = func(*args, **kwargs)
         for leaf in tree_leaves(_written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor) and (memory := memory_of(leaf)) is not None:
                 self.written.add(memory)
         return result
+
+    def decided_by(self, given: Iterable[Tensor], result: Any) -> bool:
+        """Whether values that a call was given decide about the shape of its result, or which elements it has: an op
+        says so, or integers came to no op and are no part of the result, so that C++ read them by itself.
+        """
+        if self.dynamic:
+            return True
+        known = self.taken | {memory_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return any(t.dtype in _INTEGERS and t.numel() and memory_of(t) not in known for t in given)
 
 
 #: Arguments without which, or with 0, a random op draws nothing.
@@ -209,6 +224,8 @@ def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict) -> bool:
 
 
 def _is_dynamic(func: OpOverload, args: Sequence[Any]) -> bool:
+    if schema_of(func).name in _DYNAMIC_UNSAID:
+        return True
     if not any(tag in func.tags for tag in _DYNAMIC_TAGS):
         return False
     by_place = func is torch.ops.aten.index.Tensor and not any(
@@ -275,7 +292,7 @@ def seen(node: fx.Node, watched: Watching, given: Iterable[tuple[Tensor, fx.Node
         tuple(i for i, leaf in enumerate(leaves) if leaf in writes) if writes else (),
         tuple(i for i, leaf in enumerate(leaves) if i in may.aliases or (isinstance(leaf, fx.Node) and leaf in shared)),
         watched.random,
-        bool(watched.dynamic),
+        watched.decided_by((tensor for _, _, tensor in held), result),
     )
 
 
@@ -451,35 +468,12 @@ def is_written(node: fx.Node) -> bool:
 
 
 #: Tensor methods that read sizes and types, not values.
-_METADATA = frozenset(
-    [
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "is_contiguous",
-        "data_ptr",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-        "get_device",
-        "storage_offset",
-        "__hash__",
-        "requires_grad_",
-        "is_signed",
-        "is_shared",
-        "is_pinned",
-        "is_inference",
-        "untyped_storage",
-        "_is_view",
-        "is_same_size",
-        "is_conj",
-        "is_neg",
-    ]
-)
+_METADATA = frozenset([
+    "size", "dim", "stride", "numel", "nelement", "ndimension", "is_contiguous", "data_ptr", "element_size",
+    "is_floating_point", "is_complex", "__len__", "get_device", "storage_offset", "__hash__", "requires_grad_",
+    "is_signed", "is_shared", "is_pinned", "is_inference", "untyped_storage", "_is_view", "is_same_size", "is_conj",
+    "is_neg",
+])  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

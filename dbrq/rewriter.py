@@ -120,9 +120,10 @@ def record(
             raise parting from None
         if not isinstance(error, QuantizationError) and _in_transform(error):
             raise RewriteError(
-                "forward runs layers under a transform of torch.func, such as vmap, which neither converted models "
-                "nor graphs have", path="", got=(str(error).splitlines() or [""])[0],
-                hint="call the layer on the whole batch: layers take any number of leading dimensions",
+                "forward runs code under a transform of torch.func, such as vmap, which graphs do not have",
+                path="",
+                hint="call it on the whole batch: layers take any number of leading dimensions, and einsum, matmul or "
+                "torch.linalg.vecdot do what vmap is used for most; the converted model runs it as it is",
             ) from error  # fmt: skip
         if isinstance(error, QuantizationError) or inside is not None or not _runs(quantized, args, kwargs):
             raise
@@ -412,6 +413,7 @@ def _record(
     tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)
     recorder.graph.output(returned.plain)
+    recorder.settle_copies()
     if not returned.is_plain:
         recorder.graph.set_codegen(RestoringCodeGen(returned))
     remove_dead(recorder.graph)

@@ -101,3 +101,36 @@ def test_code_that_does_not_go_by_layouts_takes_any() -> None:
         warnings.simplefilter("error")
         assert sqnr(model(PIXELS), quantized(PIXELS)) > 25
     assert_precision(quantized, "conv2d", "int8", 2)
+
+
+#: Each gives the value or a copy of it, as the value lies in memory.
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda v: v.to(memory_format=torch.channels_last),
+    "contiguous_last": lambda v: v.contiguous(memory_format=torch.channels_last),
+    "contiguous": lambda v: v.contiguous(),
+    "permuted": lambda v: v.permute(0, 2, 3, 1).reshape(-1, 4),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "torchscript", "onednn"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("pixels", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_to_the_value_or_to_a_copy(
+    way: str, pixels: int, layout: torch.memory_format, backend: str | None
+) -> None:
+    """Kernels choose layouts of their own; of one pixel, every layout looks like each other."""
+
+    def code(m: Convs, x: Tensor) -> Tensor:
+        v = m.b(m.c(x))
+        WAYS[way](v).mul_(2)
+        return m.c(v)
+
+    model = Convs(code).eval()
+    example = torch.randn(3, 4, pixels, pixels, generator=torch.Generator().manual_seed(1)).contiguous(
+        memory_format=layout
+    )
+    quantized = dbrq.quantize(model, [example])
+    ran = quantized if backend is None else dbrq.lower(quantized, example, backend=backend)
+    for x in (example, example[:2].clone(memory_format=torch.preserve_format) * 0.5):
+        assert sqnr(model(x), ran(x)) > 25

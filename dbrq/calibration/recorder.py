@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import reversed_padding, without_function_modes
+from .._torch import is_wrapped, reversed_padding, without_function_modes
 from ..auto_trace import InterceptedForward, active, hook_log
 from ..eager import views
 from ..eager.arguments import activations, bind_leaf, constant, settings, specified, spelled_name
@@ -397,7 +397,8 @@ class Watch(Values, TorchFunctionMode):
         same = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if row.role is Role.PASS:
             given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-            seen.outputs = tuple(self._moved(seen, t, inputs, given).info for t in tensors)
+            named = row.name in ("to", "contiguous") and views.may_copy(args, kwargs)
+            seen.outputs = tuple(self._moved(seen, t, inputs, given, named).info for t in tensors)
         else:
             seen.inplace = bool(written) or (bool(bound) and asks_inplace(row, bound))
             tag: Tag = None if hooked else op
@@ -448,6 +449,7 @@ class Watch(Values, TorchFunctionMode):
     def _describe(self, seen: SeenOp, row: OpRow, bound: Sequence[Any], module: InterceptedForward | None) -> None:
         """What placement needs to know beyond inputs and outputs."""
         seen.constants = settings(row, bound)
+        seen.transformed = any(is_wrapped(leaf) for leaf in tree_leaves(bound) if isinstance(leaf, Tensor))
         seen.activations = tuple(
             (slot, self._value(t).info.id) for slot, t in activations(row, bound) if t.dtype.is_floating_point
         )

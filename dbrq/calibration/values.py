@@ -53,7 +53,7 @@ class Values:
         self._computed: dict[tuple[str, str], Tensor] = {}
         self._written: set[tuple[str, str]] = set()  # parameters and buffers that forward writes to
         self._by_layout: set[int] = set()  # ids of values that are a view or a copy of another as layouts have it, ...
-        self._returned: set[int] = set()  # ... of those that ``contiguous`` returned as they were, ...
+        self._returned: dict[int, bool] = {}  # ... of those returned as they were: by a call that named a layout?
         self._doubtful: set[int] = set()  # ... and of those to which a write came or did not, as layouts have it
         self._made_of_parameters: dict[int, Computed] = {}  # value id -> how it was computed
         self._parameters = self._find_parameters()
@@ -106,13 +106,15 @@ class Values:
             self._written.add(self._parameters[storage])
         if old in self._returned:
             self.record.goes_by_layout()
+            if self._returned[old]:  # an int8 value would be copied there
+                self.record.values[old].aliased_mutation = value.aliased_mutation = True
         if not (others or storage in self._parameters or (old is not None and self._outlives(old))):
             return [value.info]
         current = [(held, vid) for held, vid in others if vid == self._lookup(held)]
         renewed = [self._renewed(seen, held, vid) for held, vid in current if not self.record.values[vid].info.constant]
         for changed in (*family, value.info.id, *(info.id for info in renewed)):
             self.record.values[changed].aliased_mutation = True
-        if family & (self._by_layout | self._returned):
+        if family & (self._by_layout | self._returned.keys()):
             self._doubtful |= {info.id for info in renewed}
             if len(renewed) < len(current):
                 self.record.goes_by_layout()
@@ -146,12 +148,18 @@ class Values:
             value = None if value.origin is None else self.record.values[value.origin]
         return False
 
-    def _moved(self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...], given: Any) -> Value:
-        """The result of an op that moves elements; the value itself if that op did nothing."""
+    def _moved(
+        self, seen: SeenOp, tensor: Tensor, inputs: tuple[TensorInfo, ...], given: Any, names_layout: bool
+    ) -> Value:
+        """The result of an op that moves elements; the value itself if that op did nothing.
+
+        Args:
+            names_layout: whether the call names a layout in which the result has to lie.
+        """
         known = self._lookup(tensor)
         if known is not None:
-            if seen.row.name == "contiguous":
-                self._returned.add(known)
+            if seen.row.name == "contiguous" or names_layout:
+                self._returned[known] = names_layout or self._returned.get(known, False)
             return self.record.values[known]
         source = self.record.values[inputs[0].id] if inputs else None
         value = self._new(tensor, source.info.tag if source is not None else None, seen)

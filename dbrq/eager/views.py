@@ -51,7 +51,7 @@ def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -
     """``func``, which only moves elements, on an int8 activation or weight; None where only float ones will do."""
     if row.name == "to" and not keeps_float32(args, kwargs):
         return None
-    if row.name in ("to", "contiguous") and isinstance(subject, Int8Tensor) and _asks_for_a_copy(args, kwargs):
+    if row.name in ("to", "contiguous") and isinstance(subject, Int8Tensor) and may_copy(args, kwargs):
         # Marked as sharing elements: nobody knows whether a write to it is one to the value.
         return None if subject.data_u8 is None else subject.view_as_moved(subject.data_u8)
     if row.name == "to":
@@ -98,7 +98,7 @@ def _pad(subject: Int8Tensor, pads: Any, mode: str, value: float | None) -> Int8
     return subject.view_as_moved(F.pad(subject.data_u8, tuple(pads), value=subject.qparams.zero_point))
 
 
-def _asks_for_a_copy(args: tuple, kwargs: dict) -> bool:
+def may_copy(args: tuple, kwargs: dict) -> bool:
     """Whether a ``contiguous`` or ``to`` that changes no number may have to move elements."""
     given = (*args[1:], *kwargs.values())
     return any(value is True or (isinstance(value, torch.memory_format) and value not in _PLAIN) for value in given)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from .._torch import without_function_modes
 from ..errors import ERRORS_OF_CODE, RewriteError
 from ..kernels import QParams
-from ..op_facts import Facts, Watching, called, memory_of, seen, sources
+from ..op_facts import AS_LAID_OUT, Facts, Watching, called, memory_of, seen, sources
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
 from ..tensors import Int8Weight, Versions, plain
@@ -173,6 +173,8 @@ class GraphRecorder(GraphWriter):
         node.meta["facts"] = seen(node, watched, list(zip(tensors, nodes, strict=True)), result, changed)
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
+        if called(node) in AS_LAID_OUT and tensors and isinstance(result, Tensor):
+            self._copies[node] = memory_of(result) != memory_of(tensors[0])
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), base_name(target))
 
     def _constant(self, tensor: Tensor) -> fx.Node:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .._torch import OpOverload, boolean_dispatched, find_builtin, schemas_of, script_name, script_overloads
 from ..mappings import NUMPY_NAMES
-from .symbols import Traced
+from .nodes import leaves, walk
+from .symbols import Traced, untraced
 
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and", "or", "xor", "lshift", "rshift")
 _DUNDERS: dict[str, tuple[Callable, bool]] = {
@@ -119,6 +120,8 @@ def spelled(function: Callable, args: Sequence[Any], kwargs: dict) -> Spelled:
     if function is torch.tensor and given and isinstance(given[0], (list, tuple)) and _is_empty(given[0]):
         # An empty list is one of tensors to TorchScript.
         return "call_function", torch.zeros, [list(torch.tensor(given[0]).shape)], options
+    if function in (torch.tensor, torch.as_tensor) and given and isinstance(given[0], (list, tuple)):
+        given = [_of_one_type(given[0]), *given[1:]]
     if name.startswith("avg_pool"):
         given, options = _with_stride(given, options)
     return "call_function", function, *_typed(function, given, options)
@@ -190,6 +193,15 @@ def _without_ellipsis(dims: int, index: tuple) -> tuple:
 def _is_empty(data: Sequence[Any]) -> bool:
     """Whether nested lists hold no number."""
     return all(isinstance(item, (list, tuple)) and _is_empty(item) for item in data)
+
+
+def _of_one_type(data: Any) -> Any:
+    """Nested lists of numbers, of which TorchScript takes those of one type only."""
+    kinds = {type(untraced(number)) for number in leaves(data)}
+    if len(kinds) < 2 or not kinds <= {bool, int, float}:
+        return data
+    one: float = 1.0 if float in kinds else 1
+    return walk(lambda number: operator.mul(number, one), data)
 
 
 def _with_stride(given: list, options: dict) -> tuple[list, dict]:

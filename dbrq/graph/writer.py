@@ -116,6 +116,7 @@ class GraphWriter:
                     self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
         self.reads_constants = False
         self._laid_out: set[fx.Node] = set()  # inputs whose layout is asserted
+        self._copies: dict[fx.Node, bool] = {}  # what copies or gives a view, as layouts have it -> whether it copied
         self._originals = [
             (module, name, value)
             for module in model.modules()
@@ -361,6 +362,25 @@ class GraphWriter:
             if called(node) in BY_MEMORY or (called(node) in AS_LAID_OUT and memory.is_written(node)):
                 with self.graph.inserting_before(node):
                     self.hold_layouts_behind(node)
+
+    def settle_copies(self) -> None:
+        """Have the graph copy where this run did, and nowhere else, whatever layouts kernels choose, as far as a write
+        tells a copy from the value. What gave a view stays: of values of some layouts there is none.
+        """
+        memory = Memory(self.graph)
+        for node in list(self.graph.nodes):
+            if called(node) not in AS_LAID_OUT or not memory.is_written(node) or node not in self._copies:
+                continue
+            source = node.all_input_nodes[0]
+            if self._copies[node]:
+                with self.graph.inserting_before(node):
+                    copy = self.graph.call_method("clone", (source,))
+                copy.meta.update(source.meta)
+                copy.meta.pop("facts", None)
+                node.replace_input_with(source, copy)
+            elif called(node) in ("contiguous", "to"):
+                node.replace_all_uses_with(source)
+                self.graph.erase_node(node)
 
     def hold_layouts_behind(self, node: fx.Node) -> None:
         """Have the graph assert the layouts of all inputs that ``node`` was computed from.

@@ -152,7 +152,7 @@ def report(model: nn.Module) -> Report:
     rows = [_row(op, state.token) for op in seen if op.row.role is not Role.PASS or op.row.name == "pad"]
     reached = {op.module for op in seen} | {op.weight.path for op in seen if op.weight is not None}
     for path, module in model.named_modules():
-        found = LEAVES.get(type(module).forward)
+        found = None if isinstance(module, torch.jit.ScriptModule) else LEAVES.get(type(module).forward)
         if found is not None and found[0].role in _WITH_WEIGHTS and path not in reached:
             reason = "it was never reached in the watching run"
             rows.append(ReportRow(path, type(module).__name__, "float", reason, "float", 0))

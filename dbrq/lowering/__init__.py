@@ -34,7 +34,7 @@ from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, verify
 from .onednn import OneDNNModel
-from .passes import fold_constants, sizes_of_integers, written_attributes
+from .passes import fold_constants, sizes_of_integers, written_as_laid_out, written_attributes
 from .self_test import SelfTest, expected_outputs, widest_level
 from .submodules import lower_parts
 
@@ -238,7 +238,7 @@ def lower_graph(
     """
     graph.graph.set_codegen(CodeGen())
     lowering = Lowering(graph, dtype)
-    lowering.kept = frozenset().union(*(replaced.nodes for replaced in in_torch))
+    lowering.kept = written_as_laid_out(graph.graph).union(*(replaced.nodes for replaced in in_torch))
     lowering.reasons.update((replaced.op, replaced.reason) for replaced in in_torch)
 
     def check(state: Lowering) -> None:

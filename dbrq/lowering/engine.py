@@ -194,7 +194,7 @@ class Lowering:
                     self.note(rewrite.name, head, f"no: {reason}")
                     continue
                 if any(n.name in self.kept and not _converts(n) for n in nodes):
-                    self.note(rewrite.name, head, "no: a kernel of this op gave wrong numbers")
+                    self.note(rewrite.name, head, "no: a kernel gave wrong numbers, or might choose another layout")
                     continue
                 op, *ops = (n.meta.get("op") for n in nodes)
                 kernel = rewrite.replace(self, nodes)

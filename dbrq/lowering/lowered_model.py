@@ -15,10 +15,12 @@ from torch import Tensor, fx, nn
 from .._torch import count_function_modes, storage_id, without_function_modes
 from ..calibration.surgery import random_state_kept
 from ..errors import QuantizationError
+from ..graph.nodes import leaves
 from ..graph.structure import fitted, without_asserts
 from ..graph.trials import owned
 from ..guards import check_move, without_gradient
 from ..inspection.report import LOWERED_REPORT
+from ..op_facts import Memory
 from .graph_data import as_data
 
 
@@ -223,6 +225,27 @@ def without_code(module: nn.Module) -> nn.Module:
     bare._buffers.update(module._buffers)
     bare._modules.update(module._modules)
     return bare.eval()
+
+
+def written_inputs(graph: fx.Graph) -> list[bool]:
+    """For each placeholder, whether the graph writes to its memory."""
+    memory = Memory(graph)
+    return [memory.is_written(node) for node in graph.nodes if node.op == "placeholder"]
+
+
+def write_back(args: Sequence[Any], used: Sequence[Any], written: Sequence[bool]) -> None:
+    """Copy to the caller's tensors what a graph wrote to the copies of them that it ran on.
+
+    Args:
+        args: the caller's, one for each placeholder.
+        used: what stood for their leaves.
+        written: ``written_inputs``; an expanded input that is only read takes no copy.
+    """
+    leaf = iter(used)
+    for arg, is_written in zip(args, written, strict=True):
+        for given in leaves([arg]):
+            if (now := next(leaf)) is not given and is_written:
+                given.detach().copy_(now)
 
 
 def sharing(values: Sequence[Any]) -> tuple:

@@ -1,7 +1,7 @@
 """A scripted model that carries an example and what it should compute, and can tell whether it does on the CPU at hand.
 
 A TorchScript file meets CPUs that no check of ours has seen. ``self_test()`` needs no dbrq, from Python or C++; it runs
-the example, compares, and leaves the model's state as it was.
+the example from the state that the model was lowered in, compares, and leaves the state as it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..graph.nodes import QUANTIZE
 from ..kernels import script
 from ..kernels.ranges import SAFE
 from .engine import Lowering, is_call
+from .passes import written_attributes
 
 #: SQNR in dB that a right CPU reaches at least; 10 dB less than here where lowering itself is farther from the graph.
 _ENOUGH, _SLACK, _LEAST = 30.0, 10.0, 10.0
@@ -92,9 +93,11 @@ class SelfTest:
     def __init__(self, lowering: Lowering, inputs: Sequence[Any], expected: Any, widest: int) -> None:
         self._widest = widest
         self._tensors: dict[str, Tensor] = {}
-        written = sorted({str(n.target) for n in lowering.graph.nodes if n.op == "get_attr"}) if lowering.writes else []
+        nodes = {str(n.target): n for n in lowering.graph.nodes if n.op == "get_attr"}
+        written = sorted(written_attributes(lowering.graph))
         arguments = ", ".join(self._literal(value) for value in inputs)
         before = [f"    kept_{i} = {_attribute(path)}.clone()" for i, path in enumerate(written)]
+        before += [f"    {_attribute(path)}.copy_({self._held(lowering.tensor(nodes[path]))})" for path in written]
         after = [f"    {_attribute(path)}.copy_(kept_{i})" for i, path in enumerate(written)]
         found = list(_leaves(expected, "got"))
         floats = any(tensor.is_floating_point() for _, tensor in found)

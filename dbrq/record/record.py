@@ -156,6 +156,7 @@ class SeenOp:
         is_module: whether the op is the leaf module itself, and not a function that the module calls.
         norm: running mean, running variance, weight and bias of a batch norm, and eps.
         pad: padding to apply before a convolution, and its mode.
+        transformed: whether a transform of torch.func ran it, whose values nobody sees.
         macs: multiply-accumulates for the example's shapes.
         weighs: whether they are with weights: parameters, and what comes from parameters.
         qconfig: what the user's mapping says for it.
@@ -186,6 +187,7 @@ class SeenOp:
     bias_computed: bool = False
     is_module: bool = False
     inplace: bool = False
+    transformed: bool = False
     macs: int = 0
     weighs: bool = False
     qconfig: QConfig | None = None

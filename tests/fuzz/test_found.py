@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, sqnr
+from helpers import Call, has_compiler, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
@@ -615,3 +615,23 @@ def test_one_row_with_gaps_is_added_to_a_linear_layer(other: Any) -> None:
     for x in (example, torch.randn(1, 1, 6)):
         (expected,), (result,) = runs(converted, [x]), runs(graph, [x])
         assert sqnr(expected, result) > 60
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["onednn", pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="no C++ compiler"))],
+)
+def test_an_expanded_input_beside_state_that_is_written(backend: str) -> None:
+    """What an input was made dense as was written back to it, though only the state is written to."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.state[1:3] = x.mean()
+        return m.a(x) * (m.state.sum() + 1)
+
+    model = Call(forward, a=nn.Linear(8, 8)).eval()
+    model.register_buffer("state", torch.zeros(4))
+    example = torch.randn(3, 8)
+    graph = lowered(quantized(model, example), example, backend)
+    for x in (torch.randn(1, 8).expand(3, 8), (torch.randn(1, 8) + 0j).conj().imag.expand(3, 8) + 0):
+        (expected,), (result,) = runs(model, [x]), runs(graph, [x])
+        assert sqnr(expected, result) > 25

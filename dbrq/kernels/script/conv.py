@@ -86,6 +86,7 @@ class Conv(Kernel):
         "widen",
         "more_channels",
         "fuses_sum",
+        "room",
     ]
     words = ""
     fuses_sum = True
@@ -109,6 +110,7 @@ class Conv(Kernel):
             self._bias_with_zero_point()
         self.pads_by_hand = any(self.hand_padding)
         extent = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        self.room = tuple(2 * p - e for p, e in zip(self.padding, extent, strict=True))
         least = [max(1, e - 2 * p) for e, p in zip(extent, padding, strict=True)]
         self.least = tuple([*least, 1, 1][:3])
         self.shape = (*shape[:2], *(s + 2 * p for s, p in zip(shape[2:], self.hand_padding, strict=True)))
@@ -144,7 +146,6 @@ class Conv(Kernel):
         assert q.dtype == torch.uint8, "dbrq: an int8 convolution takes uint8"
         assert q.dim() == self.ndim + 2, f"dbrq: an int8 convolution takes {self.ndim + 2} dimensions and got {q.dim()}"
         assert q.size(1) == self.channels, f"dbrq: a convolution of {self.channels} channels got {q.size(1)}"
-        assert q.size(0) > 0, "dbrq: int8 kernels take no empty batch"
         fits = q.size(2) >= self.least[0]
         if self.ndim > 1:
             fits = fits and q.size(3) >= self.least[1]
@@ -162,6 +163,13 @@ class Conv(Kernel):
             spatial[i] += 2 * pads[i]
         return enlarged(q, spatial, pads, self.fill)
 
+    def output_size(self, q: Tensor) -> List[int]:
+        """The shape of the convolution of a prepared input."""
+        sizes = [q.size(0), self.weight.size(0)]
+        for i in range(len(self.room)):
+            sizes.append((q.size(2 + i) + self.room[i]) // self.stride[i] + 1)
+        return sizes
+
     def is_thin(self, q: Tensor) -> bool:
         """Whether a prepared input is one that the kernel might compute wrong, or always is asked in another way."""
         thin = self.widen or self.more_channels > 0 or q.size(-1) < self.thin_below
@@ -173,6 +181,8 @@ class Conv(Kernel):
         self, q: Tensor, scale: float, zero_point: int, dtype: torch.dtype, post_op: str
     ) -> Tensor:  # fmt: skip
         """The convolution of a prepared input."""
+        if q.size(0) == 0:  # which the kernel does not take
+            return torch.empty(self.output_size(q), dtype=dtype)
         if self.may_be_thin:  # noqa: SIM102 (a constant alone is decided when this is compiled)
             if self.is_thin(q):
                 return self.convolved_thin(q, scale, zero_point, dtype, post_op)
@@ -229,25 +239,20 @@ class ConvSum(Conv):
     The other value and the result are both uint8, or both of ``dtype``.
     """
 
-    __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned", "room"]
+    __constants__ = [*Conv.__constants__, "other_scale", "other_zero_point", "owned"]
 
     def __init__(self, *args: Any, other: Optional[QParams], owned: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.other_scale, self.other_zero_point = (1.0, 0) if other is None else (other.scale, other.zero_point)
         self.owned = owned
-        self.room = tuple(
-            2 * p - d * (k - 1) - 1 for p, d, k in zip(self.padding, self.dilation, self.kernel, strict=True)
-        )
 
     # torch means ``forward`` to take what it likes in each class; TorchScript takes no reason behind an ignore.
     def forward(self, q: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         dtype = torch.uint8 if self.kind == 0 else torch.float32 if self.kind == 1 else torch.bfloat16
         assert other.dtype == dtype, "dbrq: the other operand of a fused add has the wrong type"
         q = self.prepared(q)
-        height = (q.size(2) + self.room[0]) // self.stride[0] + 1
-        width = (q.size(3) + self.room[1]) // self.stride[1] + 1
         # Where it broadcasts, the kernel would take it for memory that is not there.
-        apart = not self.fuses_sum or list(other.size()) != [q.size(0), self.weight.size(0), height, width]
+        apart = not self.fuses_sum or list(other.size()) != self.output_size(q) or q.size(0) == 0
         if self.may_be_thin:
             apart = apart or self.is_thin(q)
         if apart:

@@ -13,22 +13,22 @@ def max_pool(
 ) -> Tensor:
     """Max pooling of a batched uint8 tensor, on the integers; 1, 2 or 3 spatial dimensions."""
     n = len(kernel)
-    assert q.dim() == n + 2 and q.numel() > 0, "dbrq: an int8 max pool takes a batch that is not empty"
+    assert q.dim() == n + 2, "dbrq: an int8 max pool takes a batch"
+    if n == 3 or q.numel() == 0:
+        return max_pool_of_levels(q, kernel, stride, padding, dilation, ceil_mode)
     if n == 2:
         return torch.ops.quantized.max_pool2d(q, kernel, stride, padding, dilation, ceil_mode)
-    if n == 1:
-        wide = torch.ops.quantized.max_pool2d(
-            q.unsqueeze(2), [1, kernel[0]], [1, stride[0]], [0, padding[0]], [1, dilation[0]], ceil_mode
-        )
-        return wide.squeeze(2)
-    return torch.max_pool3d(q.to(torch.float32), kernel, stride, padding, dilation, ceil_mode).to(torch.uint8)
+    wide = torch.ops.quantized.max_pool2d(
+        q.unsqueeze(2), [1, kernel[0]], [1, stride[0]], [0, padding[0]], [1, dilation[0]], ceil_mode
+    )
+    return wide.squeeze(2)
 
 
 def max_pool_of_levels(
     q: Tensor, kernel: List[int], stride: List[int], padding: List[int], dilation: List[int], ceil_mode: bool
 ) -> Tensor:
     """The same in float32, which holds levels exactly."""
-    assert q.dim() == len(kernel) + 2 and q.numel() > 0, "dbrq: an int8 max pool takes a batch that is not empty"
+    assert q.dim() == len(kernel) + 2, "dbrq: an int8 max pool takes a batch"
     levels = q.to(torch.float32)
     if len(kernel) == 1:
         levels = torch.max_pool1d(levels, kernel, stride, padding, dilation, ceil_mode)
@@ -52,7 +52,8 @@ def int8_matmul(a: Tensor, b: Tensor, scale: float, za: int, zb: int) -> Tensor:
     assert a.dim() >= 2 and b.dim() >= 2 and a.size(-1) == b.size(-2), (
         "dbrq: an int8 matmul of shapes that do not match"
     )
-    assert a.numel() > 0 and b.numel() > 0, "dbrq: int8 kernels take no empty batch"
+    if a.numel() == 0 or b.numel() == 0:
+        return matmul_of_levels(a, b, scale, za, zb)
     m, k, n = a.size(-2), a.size(-1), b.size(-1)
     batch = list(torch.empty(list(a.size())[:-2] + [0]).add(torch.empty(list(b.size())[:-2] + [0])).size())[:-1]
     left = in_order(a.expand(batch + [m, k]).reshape([-1, m, k]))

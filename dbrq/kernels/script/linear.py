@@ -37,7 +37,6 @@ class Linear(Kernel):
         assert q.dim() > 0 and q.size(-1) == self.weight.size(1), (
             f"dbrq: a linear layer of {self.weight.size(1)} inputs got {q.size(-1)}"
         )
-        assert q.numel() > 0, "dbrq: int8 kernels take no empty batch"
         return q.contiguous()
 
     def product(
@@ -45,6 +44,8 @@ class Linear(Kernel):
         dtype: torch.dtype, post_op: str,
     ) -> Tensor:  # fmt: skip
         """The layer of a prepared input of two dimensions or more, which has the qparams given first."""
+        if rows.numel() == 0:  # which the kernel does not take
+            return torch.empty(list(rows.size())[:-1] + [self.weight.size(0)], dtype=dtype)
         arguments: List[Optional[number]] = []
         if post_op != "none" and self.arguments > 0:
             arguments.append(self.first)
@@ -137,7 +138,7 @@ class LinearAdd(Linear):
             "dbrq: the other operand of a fused add has the wrong type"
         )
         assert self.reads_int8 or other.is_floating_point(), "dbrq: the other operand of a fused add has the wrong type"
-        if not self.fuses_sum or list(other.size()) != expected:
+        if not self.fuses_sum or list(other.size()) != expected or x.numel() == 0:
             return self.separately(x, other)  # it broadcasts, which the kernel would take for memory that is not there
         other = other.contiguous()
         if x.dim() == 1:
@@ -197,11 +198,12 @@ class DynamicLinear(Linear):
         self.levels = levels
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x.numel() > 0, "dbrq: int8 kernels take no empty batch"
         assert x.size(-1) == self.weight.size(1), (
             f"dbrq: a linear layer of {self.weight.size(1)} inputs got {x.size(-1)}"
         )
         dtype = torch.float32 if self.kind == 1 else torch.bfloat16
+        if x.numel() == 0:  # it has no range
+            return torch.empty(list(x.size())[:-1] + [self.weight.size(0)], dtype=dtype)
         low, high = torch.aminmax(x)
         lowest, highest = float(low.item()), float(high.item())
         finite = lowest > -3.5e38 and highest < 3.5e38  # false for NaN, which min and max would swallow

@@ -21,7 +21,7 @@ from ...graph.signature import check_absent, check_input
 from ...graph.writer import ONE_PATH
 from ...op_facts import writes
 from ..graph_data import from_data
-from ..lowered_model import LoweredModel, sharing, without_code
+from ..lowered_model import LoweredModel, sharing, without_code, write_back, written_inputs
 from ..passes import written_attributes
 from .compiling import (
     calls_of,
@@ -60,6 +60,7 @@ class InductorModel(LoweredModel):
         graph = from_data(self._data)
         self._written = written_attributes(graph)
         self._writes = any(map(writes, graph.nodes))
+        self._writes_to = written_inputs(graph)
         self._checks = [n for n in graph.nodes if n.target in (check_input, check_absent)]
 
     def _options(self) -> dict[str, Any]:
@@ -85,10 +86,7 @@ class InductorModel(LoweredModel):
                 results = form.run(*form.used.of(flat))
         except (RuntimeError, AssertionError) as error:
             raise _said(error, form.checks) from None
-        if self._writes:
-            for leaf, dense in zip(given, flat, strict=True):
-                if dense is not leaf:  # what was written to is the copy
-                    leaf.detach().copy_(dense)
+        write_back(args, flat, self._writes_to)
         for result in results:
             if isinstance(result, Tensor) and result.__dict__:  # torch's notes on sizes of its own
                 result.__dict__.clear()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...graph.nodes import DEQUANTIZE, function_of, remove_dead
+from ...graph.nodes import CHOOSE_QPARAMS, DEQUANTIZE, function_of, remove_dead
 from ...kernels import ints
 from ...kernels.known_faults import plain_dilation
 from ..engine import (
@@ -233,7 +233,23 @@ def _in_float_by_fault(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return f"float: {reason}"
 
 
+def _chooses_without_zero(node: fx.Node) -> bool:
+    return is_call(node, CHOOSE_QPARAMS) and not is_call(node.args[0], torch.cat)
+
+
+def _with_zero(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    """Inductor's qparams of a value without zero among its numbers leave zero, and all beyond the span, out."""
+    (node,) = nodes
+    graph, x = lowering.graph, first_input(node)
+    with graph.inserting_before(node):
+        ends = [graph.call_method("reshape", (graph.call_method(name, (x,)), (1,))) for name in ("amin", "amax")]
+        zero = graph.call_method("new_zeros", (x, (1,)))
+        node.replace_input_with(x, graph.call_function(torch.cat, ([*ends, zero],)))
+    return "qparams of a range with zero"
+
+
 REWRITES: list[Rewrite] = [
+    on("qparams_with_zero", _chooses_without_zero, _with_zero),
     on("dilation", _dilates_nothing, _undilated),
     *(
         Rewrite(f"conv1d{suffix}", [_conv1d, *steps], guard, _widened)

@@ -276,6 +276,22 @@ class Builder:
             facts: what the function is known to do; without them it is watched, under which a few functions of torch
                 choose other layouts.
         """
+        try:
+            return self._called(function, args, kwargs, writes, watch, facts)
+        except (
+            RuntimeError
+        ):  # torch's Python may take views that torch's own layouts have, and those of kernels have not
+            if writes or (facts is not None and facts.writes) or not any(map(_lies_otherwise, leaves((args, kwargs)))):
+                raise
+            args, kwargs = walk(self._in_rows, (args, kwargs))
+            return self._called(function, args, kwargs, writes, watch, facts)
+
+    def _in_rows(self, leaf: Any) -> Any:
+        return self.reordered(leaf, leaf.dtype, row_major(leaf.shape)) if _lies_otherwise(leaf) else leaf
+
+    def _called(
+        self, function: Callable, args: tuple, kwargs: dict, writes: bool, watch: bool, facts: Facts | None
+    ) -> Any:
         values = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Value)]
         if self.dtype is torch.bfloat16 and any(v.dtype is torch.bfloat16 for v in values):
             written = facts.written_among((args, kwargs)) if facts is not None else ()
@@ -287,7 +303,9 @@ class Builder:
         if facts is None:
             with Watching() as watched:
                 result = function(*given, **options)
-            random, dynamic = watched.random, watched.dynamic
+            varying = [self.tensor(v) for v in values if v.buffer.kind is not Kind.CONSTANT]
+            decided = watched.decided_by(varying, result) and getattr(function, "__name__", "a function")
+            random, dynamic = watched.random, watched.dynamic or decided
         else:
             random, dynamic, writes = facts.random, facts.dynamic and facts.call, writes or bool(facts.writes)
             if not dynamic:
@@ -448,3 +466,9 @@ def _is_whole(value: Value) -> bool:
 def _order(value: Value) -> tuple[int, ...]:
     """Strides of the value without gaps, in the order of its axes in memory."""
     return row_major(value.shape) if 0 in value.strides else in_order(value.shape, value.strides)
+
+
+def _lies_otherwise(leaf: Any) -> bool:
+    """Whether a value is not contiguous, and can be made so by the library."""
+    known = isinstance(leaf, Value) and leaf.dtype in DTYPES and leaf.numel > 0
+    return known and not same_layout(leaf.shape, leaf.strides, row_major(leaf.shape))

@@ -123,7 +123,8 @@ def _next(lowering: Lowering, before: fx.Node, node: fx.Node, shape: Sequence[in
     if row.name in DROPOUTS:
         return None if bound[2] and bound[1] else _Next()
     if row.name in _FUNCTIONS:
-        function = _FUNCTIONS[row.name](bound) if bound[0] is before else None
+        alone = bound[0] is before and not any(isinstance(setting, fx.Node) for setting in bound[1:])
+        function = _FUNCTIONS[row.name](bound) if alone else None
         return None if function is None else _Next(function)
     if row.name not in _OPERATIONS or bound[2:] not in ([], [None], [1]):
         return None

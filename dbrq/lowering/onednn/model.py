@@ -23,7 +23,7 @@ from ...pytree import copied_inputs
 from ...selfcheck import Failure
 from ..engine import Lowering, is_dequantize, is_quantize, qparams_of
 from ..graph_data import from_data
-from ..lowered_model import LoweredModel, number_key, sharing, without_code
+from ..lowered_model import LoweredModel, number_key, sharing, without_code, write_back, written_inputs
 from ..passes import fold_constants, reduce_mutation, sizes_of_integers, written_as_laid_out, written_attributes
 from ..patterns import add_masks_once, free_of_strides
 from . import mapping
@@ -67,7 +67,7 @@ class OneDNNModel(LoweredModel):
         self.placeholders = [n for n in self.lowering.graph.nodes if n.op == "placeholder"]
         self._output = next(n for n in self.lowering.graph.nodes if n.op == "output")
         memory = Memory(self.lowering.graph)
-        self.mutable = bool(memory.writes)
+        self.mutable, self._writes_to = bool(memory.writes), written_inputs(self.lowering.graph)
         self._apart = frozenset(n for n in self.lowering.graph.nodes if memory.is_written(n))
         self._written = written_attributes(self.lowering.graph)
         # ``as_strided`` takes an offset from where its input's storage begins.
@@ -115,10 +115,7 @@ class OneDNNModel(LoweredModel):
         if inputs is args:
             return self._planned(args)
         result = self._planned(inputs)
-        if self.mutable:
-            for given, used in zip(leaves(list(args)), leaves(list(inputs)), strict=True):
-                if used is not given:
-                    given.detach().copy_(used)
+        write_back(args, leaves(list(inputs)), self._writes_to)
         return result
 
     def _plainly(self, args: Sequence[Any]) -> Sequence[Any]:

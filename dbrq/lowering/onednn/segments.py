@@ -77,7 +77,9 @@ def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]
         with Watching() as watched:
             results[node] = run(node, results)
         by_number = any(n in found and not _holds_tensors(results[n]) for n in node.all_input_nodes)
-        if watched.dynamic or by_number or not all(_fit_in_plans(results[n]) for n in (node, *node.all_input_nodes)):
+        given = [leaf for n in node.all_input_nodes for leaf in leaves(results[n]) if isinstance(leaf, Tensor)]
+        fits = all(_fit_in_plans(results[n]) for n in (node, *node.all_input_nodes))
+        if watched.decided_by(given, results[node]) or by_number or not fits:
             found.add(node)
     return frozenset(node.name for node in found)
 
