@@ -22,9 +22,10 @@ from torch.export import Dim
 import dbrq
 from dbrq.inspection.report import sqnr
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from int8_patterns import PATTERNS, Pattern, fusions
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.of_inductor import pt2e
+
+from tests.int8_patterns import PATTERNS, Pattern, fusions
 
 PAGE = Path(__file__).parents[1] / "docs" / "patterns.md"
 HEAD = """# Patterns

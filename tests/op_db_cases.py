@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import fake_quantize
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfig, QConfigMapping
 from torch.testing._internal.common_methods_invocations import op_db
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dbrq
 from dbrq.hidden_state import state_of
 from dbrq.record.record import SeenOp
+from tests.helpers import fake_quantize
 
 #: Each value that the layers give is moved by up to this share of itself from one call to the next.
 _NUDGE = 0.05

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers import has_compiler, run
 from torch import Tensor, nn
 
 import dbrq
@@ -23,6 +22,7 @@ from dbrq.inspection.report import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel
 from dbrq.lowering.lowered_model import LoweredModel
+from tests.helpers import has_compiler, run
 
 
 def convolutions() -> nn.Module:

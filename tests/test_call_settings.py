@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig
 
 import dbrq
+from tests.helpers import sqnr
 
 X, ROWS = torch.randn(2, 8, 6, 6), torch.randn(4, 8)
 

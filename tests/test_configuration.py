@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, assert_matches, assert_precision, convert, fx_quantize, rows, run, sqnr
 from torch import nn
 from torch.ao.quantization import (
     HistogramObserver,
@@ -32,6 +31,7 @@ from torch.ao.quantization import (
 
 import dbrq
 from dbrq.hidden_state import state_of
+from tests.helpers import Call, assert_matches, assert_precision, convert, fx_quantize, rows, run, sqnr
 
 DEFAULT = get_default_qconfig("onednn")
 WEIGHT = default_per_channel_weight_observer

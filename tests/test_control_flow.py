@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from control_flow_models import CASES, Case, D, Named, Off, Run, data, even, linears, trips
-from helpers import assert_same_containers, assert_same_tree, floats, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
 from torch.autograd.profiler import profile
@@ -29,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 import dbrq
 from dbrq import DeviationError
+from tests.control_flow_models import CASES, Case, D, Named, Off, Run, data, even, linears, trips
+from tests.helpers import assert_same_containers, assert_same_tree, floats, sqnr
 
 #: dB against float that any path of these small random networks must reach.
 GOOD = 20

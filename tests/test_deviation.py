@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, run, sqnr
 from torch import nn
 
 import dbrq
 from dbrq import DeviationError, QuantizationError
+from tests.helpers import Call, convert, run, sqnr
 
 
 class Switch(nn.Module):

@@ -7,11 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import Call
 from torch import nn
 
 import dbrq
@@ -19,8 +17,8 @@ from dbrq import selfcheck
 from dbrq.inspection.doctor import Diagnosis
 from dbrq.kernels import has_exact_int8_dot
 from dbrq.lowering.onednn import library as library_module
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+from tests.helpers import Call
 
 
 def advised(found: Diagnosis, what: str) -> list[str]:

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from export_rejects import CASES
-from helpers import assert_same_containers, floats, has_compiler, run, sqnr
 
 import dbrq
 from dbrq.graph.writer import ONE_PATH
 from dbrq.lowering.inductor import InductorModel
+from tests.export_rejects import CASES
+from tests.helpers import assert_same_containers, floats, has_compiler, run, sqnr
 
 #: These are compiled for other sizes too; the others' are left to the exported program, which takes no compiler.
 COMPILED_AGAIN = ("ReturnsDataclass",)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import agreement, has_compiler, run, step_of
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 from torch.ao.quantization.observer import PlaceholderObserver, default_per_channel_weight_observer
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import dbrq
 from dbrq.errors import RewriteError, SeveralPathsError
 from dbrq.graph.writer import ONE_PATH
+from tests.helpers import agreement, has_compiler, run, step_of
 
 
 class Layers(nn.Module):

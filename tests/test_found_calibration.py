@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_precision, rows, run, sqnr
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers import assert_precision, rows, run, sqnr
 
 
 class Layers(nn.Module):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run, sqnr
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers import run, sqnr
 
 ROWS = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 IMAGES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(4)]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, assert_matches, convert, rows, run, sqnr, step_of
 from torch import nn
 
 import dbrq
+from tests.helpers import Call, assert_matches, convert, rows, run, sqnr, step_of
 
 
 def settled(model: nn.Module) -> nn.Module:

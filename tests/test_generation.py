@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
 from torch.autograd.profiler import profile
 
 import dbrq
+from tests.helpers import sqnr
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which the functions below do
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, sqnr
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers import Call, sqnr
 
 X = torch.randn(2, 8, 6, 6)
 

@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import convert, run
 from torch import nn
 
 import dbrq
 from dbrq.hidden_state import state_of
 from dbrq.quantization_state import AutoQuantizationState
+from tests.helpers import convert, run
 
 
 class Child(nn.Module):

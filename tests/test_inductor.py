@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import fake_quantized, floats, has_compiler, run, sqnr
-from int8_patterns import PATTERNS, Attention, Chain, Pattern, conv, fusions, linear
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
@@ -24,6 +22,8 @@ import dbrq
 from dbrq.lowering import inductor
 from dbrq.lowering.engine import Lowering, bind
 from dbrq.lowering.patterns import computes
+from tests.helpers import fake_quantized, floats, has_compiler, run, sqnr
+from tests.int8_patterns import PATTERNS, Attention, Chain, Pattern, conv, fusions, linear
 
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)

@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 ONEDNN = ("SSE41", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "")
 ATEN = ("default", "avx2", "avx512", "")
 #: Every value of both variables at least once; DBRQ_FULL_MATRIX=1 runs the product.
@@ -33,13 +33,13 @@ def measure() -> dict[str, Any]:
     """Each model converted and lowered here: what is wrong beside fake quantization, and how far from float it is."""
     import torch
     import torch.nn.functional as F
-    from fuzz.judge import Reference, problem, seeded
-    from helpers import Call, floats, sqnr
     from torch import nn
     from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
     import dbrq
     from dbrq import kernels
+    from tests.fuzz.judge import Reference, problem, seeded
+    from tests.helpers import Call, floats, sqnr
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -113,11 +113,7 @@ def measure() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("onednn", "aten"), PAIRS, ids=[f"onednn-{a or 'own'}-aten-{b or 'own'}" for a, b in PAIRS])
 def test_numbers_hold_on_older_cpus(onednn: str, aten: str) -> None:
-    environment = {
-        **os.environ,
-        "OMP_WAIT_POLICY": "passive",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
     for name, value in (("ONEDNN_MAX_CPU_ISA", onednn), ("ATEN_CPU_CAPABILITY", aten)):
         environment.pop(name, None)
         if value:

@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, fake_quantized, floats, graph_of, run, step_of
 from torch import Tensor, fx, nn
 from torch.ao.quantization import (
     PlaceholderObserver,
@@ -44,6 +43,7 @@ from dbrq.graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from dbrq.kernels import script
 from dbrq.lowering import lower_graph, torchscript
 from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify
+from tests.helpers import Call, convert, fake_quantized, floats, graph_of, run, step_of
 
 INT8_KERNELS = {"qconv_pointwise": "qconv", "qconv2d_pointwise": "qconv_sum", "qlinear_pointwise": "qlinear",
                 "_int_mm": "int_mm", "max_pool2d": "max_pool"}  # fmt: skip

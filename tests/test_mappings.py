@@ -9,7 +9,6 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, Call, assert_matches, assert_precision, convert, rows, run, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import (
     QConfigMapping,
@@ -24,6 +23,7 @@ from dbrq.hidden_state import state_of
 from dbrq.kernels import SUPPORTED_POST_OPS
 from dbrq.mappings import FUNCTIONS, LEAVES, TABLE, Role, Spelling, function_name, leaf_row
 from dbrq.op_facts import mutates, reads_values
+from tests.helpers import Between, Call, assert_matches, assert_precision, convert, rows, run, sqnr
 
 EVERYTHING = QConfigMapping().set_global(get_default_qconfig("onednn"))
 BY_NAME = {row.name: row for row in TABLE}

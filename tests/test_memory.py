@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 FULL = os.environ.get("DBRQ_MEMORY_FULL") == "1"
 BACKENDS = ("converted", "torchscript", "onednn", *(["rewrite", "inductor"] if FULL else []))
 CALLS, SHAPES = (10_000, 300) if FULL else (400, 40)
@@ -36,11 +37,11 @@ def resident() -> float:
 def measure(backend: str, calls: int, shapes: int) -> dict[str, float]:
     """How much a backend grows over passes through ``shapes`` sizes, and then over ``calls`` calls of one size."""
     import torch
-    from helpers import Call
-    from test_threads import forward
     from torch import nn
 
     import dbrq
+    from tests.helpers import Call
+    from tests.test_threads import forward
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -75,11 +76,7 @@ def measure(backend: str, calls: int, shapes: int) -> dict[str, float]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_does_not_grow(backend: str) -> None:
-    environment = {
-        **os.environ,
-        "OMP_WAIT_POLICY": "passive",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, backend, str(CALLS), str(SHAPES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600 if FULL else 300)
     assert done.returncode == 0, done.stderr[-3000:]

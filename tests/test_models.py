@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from torch import nn
+
+import dbrq
+from dbrq import QuantizationError
+from tests.helpers import (
     Call,
     assert_as_good,
     assert_matches,
@@ -21,10 +25,6 @@ from helpers import (
     run,
     sqnr,
 )
-from torch import nn
-
-import dbrq
-from dbrq import QuantizationError
 
 
 def by_name(cases: dict, *names: str):

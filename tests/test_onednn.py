@@ -15,12 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_lowering as stock
 import torch
 import torch.nn.functional as F
 import torchvision
-from helpers import Call, convert, fake_quantized, floats, graph_of, run, sqnr, step_of
-from test_lowering import Case, conv, counted, let, made, same
 from torch import Tensor, fx, nn
 from torch.ao.quantization import QConfigMapping
 
@@ -28,6 +25,9 @@ import dbrq
 from dbrq.graph.nodes import QUANTIZE
 from dbrq.lowering.engine import is_call
 from dbrq.lowering.onednn.values import PrimitiveStep
+from tests import test_lowering as stock
+from tests.helpers import Call, convert, fake_quantized, floats, graph_of, run, sqnr, step_of
+from tests.test_lowering import Case, conv, counted, let, made, same
 
 MOVING = {
     "quantize",

@@ -21,8 +21,7 @@ from dbrq.lowering.onednn import library as library_module
 from dbrq.lowering.onednn.binding import Alg, Arg, Attributes, Binary, Desc, Eltwise, Memory, Primitive, Sum, row_major
 from dbrq.lowering.onednn.layouts import channels_last, in_order, is_dense, same_layout
 from dbrq.lowering.onednn.library import _STATUSES, PATH_VARIABLE, OneDNNError, Unimplemented, failure, library
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def in_a_process(code: str, **variables: str) -> str:

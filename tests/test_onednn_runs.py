@@ -17,16 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_lowering as stock
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, floats, run
-from test_lowering import NETWORKS, by_network, conv
-from test_onednn import assert_agrees, lower
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
+from tests import test_lowering as stock
+from tests.helpers import Call, convert, floats, run
+from tests.test_lowering import NETWORKS, by_network, conv
+from tests.test_onednn import assert_agrees, lower
 
 
 @functools.cache

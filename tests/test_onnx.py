@@ -18,7 +18,6 @@ import openvino as ov
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, floats, run, sqnr, step_of
 from torch import Tensor, nn
 from torch.ao.quantization import (
     MinMaxObserver,
@@ -31,6 +30,8 @@ from torch.ao.quantization import (
 )
 
 import dbrq
+from tests import ROOT
+from tests.helpers import Call, floats, run, sqnr, step_of
 
 #: The largest difference between a runtime's output and ours, in steps of 1/255 of the range of ours.
 STEPS = 2.0
@@ -309,7 +310,7 @@ def test_opsets(opset, tmp_path):
 
 def test_nothing_of_this_machine_is_in_the_file(tmp_path):
     content = export(tmp_path, SmallResNet(), images(2, 3, 32, 32)).path.read_bytes()
-    for text in (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), 'File "', "stack_trace"):
+    for text in (str(ROOT), str(Path(torch.__file__).parent), 'File "', "stack_trace"):
         assert text.encode() not in content
 
 

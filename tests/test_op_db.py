@@ -15,9 +15,10 @@ import dbrq
 
 pytest.importorskip("expecttest")
 
-from helpers import has_compiler
-from op_db_cases import OPS, Case, Quantized, case_of, refusal, samples_of, spellings_of
 from torch.testing._internal import common_methods_invocations
+
+from tests.helpers import has_compiler
+from tests.op_db_cases import OPS, Case, Quantized, case_of, refusal, samples_of, spellings_of
 
 EVERYTHING = os.environ.get("DBRQ_OP_DB") == "all"
 DEFAULT_BACKENDS = "torchscript,onednn"

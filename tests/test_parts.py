@@ -8,12 +8,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run, sqnr
 from torch import Tensor, nn
 
 import dbrq
 from dbrq.errors import SeveralPathsError
 from dbrq.hidden_state import state_of
+from tests.helpers import run, sqnr
 
 BACKENDS = ("torchscript", "onednn")
 

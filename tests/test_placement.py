@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import Call, convert, run, sqnr
 from torch import nn
 
 import dbrq
+from tests.helpers import Call, convert, run, sqnr
 
 
 class Chain(nn.Module):

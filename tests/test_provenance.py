@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import convert, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbrq
 from dbrq.tensors import Provenance
+from tests.helpers import convert, run
 
 
 class Shared(nn.Module):

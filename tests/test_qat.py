@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, old_quantization, run, sqnr, step_of
 from torch import nn
 from torch.ao.quantization import (
     FakeQuantizeBase,
@@ -22,6 +21,7 @@ from torch.ao.quantization.backend_config import get_onednn_backend_config
 
 import dbrq
 from dbrq.hidden_state import state_of
+from tests.helpers import Call, old_quantization, run, sqnr, step_of
 
 MAPPING = get_default_qat_qconfig_mapping("onednn")
 GLOBAL = QConfigMapping().set_global(get_default_qat_qconfig("onednn"))

@@ -7,16 +7,16 @@ import pickle
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import convert, run
 from torch import nn
 from torch.ao.quantization import MinMaxObserver, QConfig, default_per_channel_weight_observer
 
 import dbrq
 from dbrq.kernels import QParams, dequantize, has_exact_int8_dot, quantize, ranges
+from tests import ROOT
+from tests.helpers import convert, run
 
 needs_exact = pytest.mark.skipif(not has_exact_int8_dot(), reason="files of 8 bits are made where products are exact")
 
@@ -93,9 +93,8 @@ def test_nothing_changes_where_products_are_exact(monkeypatch):
 CHILD = """
 import json, sys, warnings
 import torch, dbrq
-sys.path.insert(0, "TESTS")
-from helpers import run, sqnr
-from test_ranges import data, positive
+from tests.helpers import run, sqnr
+from tests.test_ranges import data, positive
 from torch.ao.quantization import (
     HistogramObserver, MinMaxObserver, QConfig, default_dynamic_qconfig, default_per_channel_weight_observer,
 )
@@ -151,11 +150,9 @@ def test_models_of_eight_bits_are_right_on_a_cpu_that_saturates(tmp_path):
         dbrq.save(dbrq.lower(quantized, x, backend="onednn"), tmp_path / "lowered.pt")
     except dbrq.OneDNNError:
         (tmp_path / "lowered.pt").touch()
-    root = Path(dbrq.__file__).parents[1]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2",
-                   "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
-    code = CHILD.replace("TESTS", str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                   "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], cwd=tmp_path, capture_output=True, text=True,
                           env=environment, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found, told = json.loads(done.stdout)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import convert, run, sqnr
 from torch import nn
 
 import dbrq
 from dbrq import RecipeError
+from tests.helpers import convert, run, sqnr
 
 
 class Net(nn.Module):

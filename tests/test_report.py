@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, run, sqnr
 from torch import nn
 from torch.ao.quantization import QConfigMapping, get_default_qconfig
 from torch.utils.flop_counter import FlopCounterMode
 
 import dbrq
+from tests.helpers import Call, convert, run, sqnr
 
 
 def row(model: nn.Module, path: str):

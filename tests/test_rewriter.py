@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import agreement, convert, run, sqnr, step_of
 from torch import Tensor, nn
 
 import dbrq
 from dbrq.errors import DeviationError, RewriteError
 from dbrq.pytree import call_arguments, tree_leaves
+from tests.helpers import agreement, convert, run, sqnr, step_of
 
 # How a case is judged
 

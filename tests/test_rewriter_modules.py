@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import convert, run, sqnr
-from test_rewriter import assert_close, assert_same, cases, image, model, rewritten, seq
 from torch import nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 from torch.nn.utils import parametrizations
 
 import dbrq
 from dbrq.errors import DeviationError, QuantizationError, RewriteError
+from tests.helpers import convert, run, sqnr
+from tests.test_rewriter import assert_close, assert_same, cases, image, model, rewritten, seq
 
 # Modules: (forward, its parts), an example and others
 

@@ -11,14 +11,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, agreement, convert, run, sqnr, step_of
-from test_mappings import ARGUMENTS, BY_NAME, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig, get_default_qconfig
 
 import dbrq
 from dbrq.mappings import DROPOUTS, FUNCTIONS, TABLE, Role
 from dbrq.pytree import tree_leaves
+from tests.helpers import Between, agreement, convert, run, sqnr, step_of
+from tests.test_mappings import ARGUMENTS, BY_NAME, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
 
 #: As in EVERYTHING of test_mappings.py, tables too.
 MAPPING = QConfigMapping().set_global(get_default_qconfig("onednn"))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import convert, run
 from torch import nn
 
 import dbrq
+from tests.helpers import convert, run
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:

@@ -6,16 +6,16 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
 from torch import nn
 
 import dbrq
 from dbrq.errors import LoadError, QuantizationError
 from dbrq.serialization.models import _LABEL
+from tests import ROOT
+from tests.helpers import run
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_the_example_serves_the_file(lowered, tmp_path):
     model, x = lowered
     dbrq.save(model, tmp_path / "model.pt")
     torch.save(x, tmp_path / "x.pt")
-    serve = Path(__file__).parents[1] / "examples" / "serve.py"
+    serve = ROOT / "examples" / "serve.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(serve), "model.pt", "x.pt"], cwd=tmp_path, check=True, capture_output=True
     )

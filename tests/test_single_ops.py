@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, Call, agreement, assert_matches, assert_precision, convert, fx_quantize, rows, run, sqnr
 from torch import nn
 from torch.ao.quantization import (
     QConfigMapping,
@@ -18,6 +17,18 @@ from torch.ao.quantization import (
 )
 
 import dbrq
+from tests.helpers import (
+    Between,
+    Call,
+    agreement,
+    assert_matches,
+    assert_precision,
+    convert,
+    fx_quantize,
+    rows,
+    run,
+    sqnr,
+)
 
 SIZES = {1: (20,), 2: (9, 8), 3: (5, 6, 4)}
 NDIMS = pytest.mark.parametrize("ndim", [1, 2, 3])

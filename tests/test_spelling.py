@@ -11,12 +11,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import agreement, fake_quantized, run, step_of
 from torch import nn
 
 import dbrq
 from dbrq.lowering import engine
 from dbrq.lowering.onednn import mapping as onednn_mapping
+from tests.helpers import agreement, fake_quantized, run, step_of
 
 W1, W2, W3 = (torch.randn(4, 4, *size, generator=torch.Generator().manual_seed(0)) * 0.2
               for size in ((3,), (3, 3), (3, 3, 3)))  # fmt: skip

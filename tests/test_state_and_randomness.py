@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import has_compiler
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers import has_compiler
 
 BACKENDS = ("torchscript", "onednn")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run, sqnr
 from torch import nn
 
 import dbrq
+from tests.helpers import run, sqnr
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

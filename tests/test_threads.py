@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, has_compiler
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers import Call, has_compiler
 
 THREADS, CALLS = 8, 12
 BACKENDS = ("converted", "rewrite", "torchscript", "onednn", "inductor")

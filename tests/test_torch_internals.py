@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from dbrq import _torch
 from dbrq.quiet import quiet, quietly
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 aten = torch.ops.aten
 
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, sqnr
 from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig, disable_observer, get_default_qat_qconfig_mapping
 from torch.nn.modules import module as torch_module
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dbrq
 from dbrq.hidden_state import state_of
+from tests.helpers import Call, convert, sqnr
 
 MAPPINGS = {"observed": None, "fake quantized": get_default_qat_qconfig_mapping("onednn")}
 recipes = pytest.mark.parametrize("mapping", list(MAPPINGS.values()), ids=list(MAPPINGS))

@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, Call, assert_matches, assert_precision, convert, fake_quantized, rows, run, sqnr
 from torch import nn
 
 import dbrq
 from dbrq.hidden_state import state_of
+from tests.helpers import Between, Call, assert_matches, assert_precision, convert, fake_quantized, rows, run, sqnr
 
 
 def images(*shape: int) -> torch.Tensor:

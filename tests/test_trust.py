@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, convert, run, sqnr
 from torch import nn
 from torch.ao.quantization import QConfig, QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 
 import dbrq
 from dbrq import CalibrationError, NotCalibratedError, QuantizationError
+from tests.helpers import Call, convert, run, sqnr
 
 
 class Net(nn.Module):

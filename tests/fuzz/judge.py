@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import helpers
 import torch
-from helpers import sqnr
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dbrq.kernels import QParams
+from tests import helpers
+from tests.helpers import sqnr
 
 #: Dithered runs of the reference, and how far each moves a value before it is rounded, in steps.
 RUNS, DITHER = 6, 0.06

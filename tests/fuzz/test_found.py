@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
 from dbrq.kernels import has_exact_int8_dot
+from tests.helpers import Call, sqnr
 
 BACKENDS = ("rewrite", "torchscript", "onednn")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
