@@ -25,14 +25,14 @@ from dbrq.inspection.report import sqnr
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.of_inductor import pt2e
 
-from tests.int8_patterns import PATTERNS, Pattern, fusions
+from tests.helpers.int8_patterns import PATTERNS, Pattern, fusions
 
 PAGE = Path(__file__).parents[1] / "docs" / "patterns.md"
 HEAD = """# Patterns
 
 What each backend calls for the int8 patterns that TorchInductor's x86 passes know, and what PT2E with
 `X86InductorQuantizer` (torchao) calls for the same model. Made by `python benchmarks/patterns.py` on {date},
-torch {torch}; `tests/test_inductor.py` asserts the inductor column and the numbers.
+torch {torch}; `tests/lowering/inductor/test_patterns.py` asserts the inductor column and the numbers.
 
 - Each model has a layer behind the pattern that reads what it gives in int8; its call is in the lists, too.
 - inductor and PT2E: external calls in the generated code, what is fused into them, and what they write. The rest is

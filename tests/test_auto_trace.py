@@ -1,16 +1,20 @@
-"""The three kinds of hooks: their order, and the state they hang on. The model is the prototype's own example."""
+"""Interception: hooks and their order, layers called by themselves, and code that torch runs in its own ways."""
+
+from __future__ import annotations
 
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import dbrq
 from dbrq.hidden_state import state_of
 from dbrq.quantization_state import AutoQuantizationState
-from tests.helpers import convert, run
+from tests.helpers.judging import sqnr
+from tests.helpers.models import ROWS
+from tests.helpers.running import convert, quantized, run
 
 
 class Child(nn.Module):
@@ -146,7 +150,7 @@ def test_the_state_says_what_was_seen(model):
     assert [(info.shape, info.dtype) for info in add.inputs] == [((2, 1, 4, 4), torch.float32)] * 2
     assert [info.shape for info in add.outputs] == [(2, 1, 4, 4)]
     assert add.inputs[0].id == add.inputs[1].id == model._auto_quant_state.ops()[0].outputs[0].id
-    assert add.site.startswith("test_hooks.py:")
+    assert add.site.startswith("test_auto_trace.py:")
 
 
 def test_a_state_per_call_of_a_module():
@@ -177,7 +181,7 @@ def test_a_prepared_model_prints_ops_tensor_infos_dtypes_and_observers():
         "child.add.0: add(",
         "float32[2, 1, 4, 4]",
         "HistogramObserver(",
-        "test_hooks.py:",
+        "test_auto_trace.py:",
     ):
         assert part in text, text
     assert "seen [" in text, "what the observers saw is printed"
@@ -203,3 +207,74 @@ def test_printing_says_why_float():
     converted = convert(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), torch.randn(2, 4)).quantized
     row = next(row for row in dbrq.report(converted).rows if row.op == "sigmoid")
     assert row.reason in repr(converted)
+
+
+# Layers called by themselves
+
+
+def test_a_layer_by_itself_reads_with_all_its_ranges() -> None:
+    class Inner(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * 100)
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.inner = Inner(self.a)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.a(x * 0.01)) + self.a(x * 10) + self.inner(x)
+
+    model = Shared()
+    converted = quantized(model, ROWS, strict=True)
+    with torch.no_grad():
+        for factor in (10, 100):
+            assert sqnr(model.a(ROWS[0] * factor), converted.a(ROWS[0] * factor)) > 20
+        assert torch.equal(converted.unused(ROWS[0]), model.unused(ROWS[0]))
+
+
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def quantized_on(model, x):
+    return dbrq.quantize(model.eval(), [x])
+
+
+BETWEEN = [
+    nn.Upsample(scale_factor=2),
+    nn.UpsamplingNearest2d(scale_factor=2),
+    nn.UpsamplingBilinear2d(scale_factor=2),
+    nn.SyncBatchNorm(8),
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=str)
+def test_modules_of_torch_that_have_no_row_but_call_functions_that_do(between):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), between, nn.Conv2d(8, 4, 1)).eval()
+    assert sqnr(run(model, X), run(quantized_on(model, X), X)) > 30
+
+
+def test_a_scripted_submodule_stays_float():
+    script = torch.jit.script(nn.Tanh())
+    model = nn.Sequential(nn.Linear(16, 16), script, nn.Linear(16, 4))
+    assert sqnr(run(model.eval(), Z), run(quantized_on(model, Z), Z)) > 25
+
+
+def test_vmap_in_forward():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.linear(x) * torch.vmap(lambda i: i * 2)(torch.arange(8.0))[:, None]
+
+    model = Masked()
+    assert sqnr(run(model.eval(), Z), run(quantized_on(model, Z), Z)) > 25

@@ -11,7 +11,7 @@ from torch import nn
 
 import dbrq
 from tests import ROOT
-from tests.helpers import run
+from tests.helpers.running import run
 
 EXAMPLES = ROOT / "examples"
 needs_minilm = pytest.mark.skipif(

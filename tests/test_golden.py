@@ -16,7 +16,7 @@ from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, defau
 from torch.ao.quantization.observer import default_per_channel_weight_observer
 
 import dbrq
-from tests.helpers import Call
+from tests.helpers.models import Call
 
 FOLDER = Path(__file__).parent / "golden"
 #: The same on every CPU: 7 bits, and ranges that no search decides on.

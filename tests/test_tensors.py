@@ -1,19 +1,27 @@
-"""Who made a tensor is known to the call that meets it, and to no other: threads, buffers, inputs that are gone."""
+"""Tensors of a converted model: who made them, what the user's code sees of them, and no more."""
 
+from __future__ import annotations
+
+import copy
 import gc
 import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbrq
 from dbrq.tensors import Provenance
-from tests.helpers import convert, run
+from tests.helpers.judging import sqnr
+from tests.helpers.models import ROWS, Rows
+from tests.helpers.phases import X, in_phase, net, phases
+from tests.helpers.running import convert, quantized, quietly, run
 
 
 class Shared(nn.Module):
@@ -308,3 +316,91 @@ def test_tensors_that_have_elements_are_taken(odd):
             assert torch.equal(torch.as_tensor(quantized(same, x)).as_subclass(torch.Tensor), expected)
     wanting = x.clone().requires_grad_()
     assert torch.equal(quantized(wanting, x).detach(), expected)
+
+
+# Values, as the user's code has them
+
+RESHAPES: dict[str, Callable[[Tensor], Any]] = {
+    "unsqueeze_": lambda h: h.unsqueeze_(0),
+    "squeeze_": lambda h: h.squeeze_(),
+    "t_": lambda h: h.t_(),
+    "transpose_": lambda h: h.transpose_(0, 1),
+    "swapaxes_": lambda h: h.swapaxes_(0, 1),
+    "resize_": lambda h: h.resize_(4, 16),
+    "resize_as_": lambda h: h.resize_as_(torch.zeros(2, 2)),
+    "as_strided_": lambda h: h.as_strided_((2, 2), (1, 1)),
+    "set_": lambda h: h.set_(torch.zeros(3)),
+    "data": lambda h: setattr(h, "data", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_in_place_op_that_changes_the_shape(name: str, fused: bool) -> None:
+    def forward(m: Rows, x: Tensor, flag: bool) -> Tensor:
+        h = F.relu(m.a(x)) if fused else m.a(x)
+        if not flag:
+            return m.b(h)
+        RESHAPES[name](h)
+        m.seen = tuple(h.shape)
+        return h + 1.0
+
+    model, rows = Rows(forward), [x[:1] if name == "squeeze_" else x for x in ROWS]
+    never = quantized(model, [(x, False) for x in rows])
+    with torch.no_grad():
+        expected = model(rows[0], True)
+        try:
+            result = quietly(never, rows[0], True)
+        except dbrq.QuantizationError:
+            assert sqnr(model(rows[0], False), never(rows[0], False)) > 30
+        else:
+            assert result.shape == expected.shape and sqnr(expected, result) > 30
+            assert never.seen == model.seen
+
+
+# What forward asks of values and weights
+
+
+def test_tied_weights_are_one_object() -> None:
+    class Tied(Rows):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: m.b(F.relu(m.a(x))) * (3.0 if m.a.weight is m.b.weight else 1.0))
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    converted = quantized(model, ROWS)
+    with torch.no_grad():
+        for run in (converted, copy.deepcopy(converted)):
+            assert sqnr(model(ROWS[0]), run(ROWS[0])) > 30
+
+
+NOTES = ("stage", "tag", "alias", "deferred")
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("follower", [F.gelu, torch.sin, lambda h: h.view(8, 16)[:4]])
+def test_attributes_that_forward_sets_on_values(name: str, follower: Callable) -> None:
+    def forward(m: Rows, x: Tensor) -> Tensor:
+        h = m.a(x)
+        unset = not any(hasattr(h, note) for note in NOTES)
+        setattr(h, name, "a note")
+        h = m.b(follower(h))
+        setattr(h, name, 1)
+        return m.c(h) * (2.0 if unset and getattr(h, name) == 1 else 1.0)
+
+    model = Rows(forward)
+    with torch.no_grad():
+        assert sqnr(model(ROWS[0]), quantized(model, ROWS, strict=True)(ROWS[0])) > 30
+
+
+@phases
+def test_outputs_carry_nothing_of_ours(phase):
+    model = in_phase(phase, net, X)
+    x = X.clone()
+    out = model(x)
+    assert type(out) is torch.Tensor and not out.__dict__ and not x.__dict__
+    model = in_phase(phase, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), X)
+    out = model(x)
+    assert torch.equal(out, x.flatten(1)) and not out.__dict__ and not x.__dict__
+    with pytest.raises(AttributeError):
+        out.data_u8  # noqa: B018

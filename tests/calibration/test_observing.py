@@ -1,8 +1,7 @@
-"""What an audit found in calibration: ranges from before a write or from parts, and weights that forward changes."""
+"""What observers see: writes between two readers, parts of values, inputs in containers."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from tests.helpers import assert_precision, rows, run, sqnr
+from tests.helpers.judging import assert_precision, sqnr
+from tests.helpers.running import run
 
 
 class Layers(nn.Module):
@@ -29,7 +29,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, 12, 16, generator=generator) for _ in range(3)]
 
 
-def quantized(model: nn.Module, data: list) -> nn.Module:
+def calibrated(model: nn.Module, data: list) -> nn.Module:
     prepared = dbrq.prepare(model.eval(), data[0])
     dbrq.calibrate(prepared, data)
     return dbrq.convert(prepared)
@@ -39,7 +39,7 @@ def judged(code: Callable, data: list | None = None, least: float = 28) -> nn.Mo
     """Converted and as near to float as 8 bits are, in each of its results."""
     data = batches() if data is None else data
     model = Layers(code).eval()
-    converted = quantized(model, data)
+    converted = calibrated(model, data)
     for item in data:
         torch.manual_seed(2)
         expected = run(model, item)
@@ -181,63 +181,6 @@ def test_what_dropout_leaves_is_larger() -> None:
     judged(code)
 
 
-# Weights that forward changes
-
-
-def halved_buffer(m: Layers, x: Tensor) -> Tensor:
-    y = F.linear(F.relu(m.a(x)), m.fast)
-    m.fast.mul_(0.5)
-    return y
-
-
-def assigned_buffer(m: Layers, x: Tensor) -> Tensor:
-    y = F.linear(F.relu(m.a(x)), m.fast)
-    m.fast = m.fast * 0.5
-    return y
-
-
-def halved_weight(m: Layers, x: Tensor) -> Tensor:
-    y = m.b(F.relu(m.a(x)))
-    with torch.no_grad():
-        m.b.weight.mul_(0.5)
-        m.b.bias.mul_(0.5)
-    return y
-
-
-def renormed_weight(m: Layers, x: Tensor) -> Tensor:
-    m.b.weight.data = torch.renorm(m.b.weight.data, 2, 0, 0.9 * float(m.b.weight.data.norm(dim=1).max()))
-    return m.b(F.relu(m.a(x)))
-
-
-@pytest.mark.parametrize("code", [halved_buffer, assigned_buffer, halved_weight, renormed_weight])
-def test_weights_that_forward_changes_stay_float(code: Callable) -> None:
-    model = Layers(code).eval()
-    model.register_buffer("fast", torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
-    before = copy.deepcopy(model.state_dict())
-    x = batches()[0]
-    converted = quantized(model, [x])
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    model.load_state_dict(
-        {name: getattr(converted.get_submodule(path), leaf).detach().clone() if name in ("fast", "b.weight", "b.bias")
-         else before[name] for name in before for path, _, leaf in [name.rpartition(".")]}
-    )  # fmt: skip
-    with torch.no_grad():
-        for _ in range(4):
-            assert sqnr(model(x), converted(x)) > 28
-    reasons = [row.reason for row in rows(converted, "linear") if row.precision == "float"]
-    assert reasons == ["its weight is computed in forward, or is no parameter of the model"] or reasons == [
-        "forward changes its weight"
-    ]
-
-
-@pytest.mark.parametrize("embedding", [nn.Embedding(20, 16, max_norm=0.5), nn.EmbeddingBag(20, 16, max_norm=0.5)])
-def test_prepare_leaves_a_table_with_max_norm_as_it_is(embedding: nn.Module) -> None:
-    model = nn.Sequential(embedding, nn.Linear(16, 4)).eval()
-    before = copy.deepcopy(model.state_dict())
-    dbrq.prepare(model, torch.arange(20).reshape(4, 5))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
 # Tensors inside of one argument
 
 
@@ -255,44 +198,3 @@ def test_inputs_in_a_list_are_told_apart_by_their_places() -> None:
 
     small, large = batches()[0] * 0.01, batches()[1] * 10
     judged(code, [([small, large],), ([None, large],), ([small, None],)], 35)
-
-
-# Writes to int8 weights
-
-
-def in_forward(code: Callable) -> Callable:
-    def forward(m: Layers, x: Tensor, flag: bool = False) -> Tensor:
-        if flag:
-            code(m.b.weight)
-        return m.b(F.relu(m.a(x)))
-
-    return forward
-
-
-WEIGHT_WRITES = {
-    "init": lambda w: nn.init.zeros_(w),
-    "init of a part": lambda w: nn.init.zeros_(w[8:]),
-    "data": lambda w: w.data.zero_(),
-    "data of a part": lambda w: w[:8].data.zero_(),
-    "item": lambda w: w.__setitem__(0, 1.0),
-    "view": lambda w: w.t().add_(1),
-    "out": lambda w: torch.mul(w, 2, out=w[:]),
-    "row": lambda w: next(iter(w)).fill_(3),
-}
-
-
-@pytest.mark.parametrize("write", WEIGHT_WRITES.values(), ids=WEIGHT_WRITES)
-@torch.no_grad()
-def test_a_write_to_an_int8_weight_is_refused(write: Callable) -> None:
-    class Flagged(Layers):
-        def forward(self, x: Tensor, flag: bool = False) -> Tensor:
-            return self.code(self, x, flag)
-
-    model = Flagged(in_forward(write)).eval()
-    converted = quantized(model, batches())
-    before = converted(batches()[0])
-    with pytest.raises(dbrq.QuantizationError, match="in place"):
-        converted(batches()[0], True)
-    with pytest.raises(dbrq.QuantizationError, match="in place"):
-        write(converted.b.weight)
-    assert torch.equal(converted(batches()[0]), before)

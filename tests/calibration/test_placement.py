@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dbrq
-from tests.helpers import Call, convert, run, sqnr
+from dbrq.hidden_state import state_of
+from tests.helpers.judging import assert_matches, assert_precision, sqnr
+from tests.helpers.models import Between, Call
+from tests.helpers.running import convert, run
 
 
 class Chain(nn.Module):
@@ -80,3 +84,75 @@ def test_integers_among_what_cat_joins(backend):
     with torch.no_grad():
         assert sqnr(model(*inputs), quantized(*inputs)) > 25
         assert sqnr(model(*inputs), dbrq.lower(quantized, inputs, backend=backend)(*inputs)) > 25
+
+
+def small_images(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 4, 8, 8))
+
+
+def qparams(model: nn.Module) -> dict:
+    token = state_of(model).token
+    return {key: state.qparams(key) for state in token.states.values() for key in state.slots}
+
+
+def recorded(model: nn.Module, name: str) -> list:
+    return [op for op in state_of(model).token.record.ops if op.op == name]
+
+
+# Sharing
+
+
+NINE = [
+    lambda x: F.max_pool2d(x, 2, 1),
+    lambda x: x.transpose(2, 3),
+    lambda x: torch.cat([x, x], 1),
+    lambda x: x.flatten(2),
+    lambda x: x.unflatten(2, (7, 7)),
+    lambda x: F.interpolate(x, scale_factor=2),
+    lambda x: x[:, ::2],
+    lambda x: x.permute(0, 1, 3, 2),
+    lambda x: F.max_pool2d(x, 2),
+]
+
+
+def test_nine_ops_in_a_row_share_their_qparams():
+    def nine(x):
+        for op in NINE:
+            x = op(x)
+        return x
+
+    model = Between(nine, size=8)
+    converted = assert_matches(model, model.example, fx=False)
+    first, last = recorded(converted, "conv2d")
+    assert first.decision.writes is not None
+    assert last.decision.reads[0].value == first.decision.writes
+    assert len(qparams(converted)) == 2, "the model's input, and the one they share"
+    for name in ("max_pool2d", "cat", "interpolate", "transpose", "permute"):
+        assert {op.decision.precision for op in recorded(converted, name)} == {"int8"}
+
+
+def test_nine_pools_in_a_row():
+    model = Between(lambda x: [x := F.max_pool2d(x, 2, 1) for _ in range(9)][-1], size=12)
+    converted = assert_matches(model, model.example)
+    assert_precision(converted, "max_pool2d", "int8", 9)
+    assert len(qparams(converted)) == 2
+
+
+def test_cats_of_cats_share_one_observer():
+    def forward(m, x):
+        a, b, c = m.a(x), m.b(x), m.c(x)
+        ab = torch.cat([a, b], 1)
+        return m.last(torch.cat([ab, torch.cat([c, a], 1)], 1))
+
+    model = Call(forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 4, 1), last=nn.Conv2d(16, 3, 1))
+    converted = assert_matches(model, small_images())
+    assert len({op.decision.writes for op in recorded(converted, "conv2d")[:3]}) == 1
+
+
+def test_a_value_read_by_several_layers_is_quantized_once():
+    model = Call(
+        lambda m, x: m.a(x) @ m.b(x).mT + m.c(x) @ m.a(x).mT, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8)
+    )
+    converted = assert_matches(model, torch.randn(2, 5, 8), fx=False)
+    reads = {read.value for op in recorded(converted, "linear") for read in op.decision.reads}
+    assert len(reads) == 1

@@ -21,11 +21,12 @@ from torch.ao.quantization.backend_config import get_onednn_backend_config
 
 import dbrq
 from dbrq.hidden_state import state_of
-from tests.helpers import Call, old_quantization, run, sqnr, step_of
+from tests.helpers.judging import sqnr, step_of
+from tests.helpers.models import Call
+from tests.helpers.running import old_quantization, run
 
 MAPPING = get_default_qat_qconfig_mapping("onednn")
 GLOBAL = QConfigMapping().set_global(get_default_qat_qconfig("onednn"))
-
 MODELS = {
     "conv": lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3)),
     "conv function": lambda: Call(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from tests.helpers import assert_precision, sqnr
+from tests.helpers.judging import assert_precision, sqnr
 
 ROWS = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
 PIXELS = ROWS.to(memory_format=torch.channels_last)

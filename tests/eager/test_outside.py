@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from tests.helpers import Call, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
 
 X = torch.randn(2, 8, 6, 6)
 

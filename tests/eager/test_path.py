@@ -1,4 +1,4 @@
-"""CONFORMANCE.md, section 3: what happens when a run leaves what was recorded. Never a KeyError, never garbage."""
+"""What happens when a run leaves what was recorded. Never a KeyError, never garbage."""
 
 import re
 import threading
@@ -11,7 +11,10 @@ from torch import nn
 
 import dbrq
 from dbrq import DeviationError, QuantizationError
-from tests.helpers import Call, convert, run, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
+from tests.helpers.reference import fake_quantized
+from tests.helpers.running import convert, run
 
 
 class Switch(nn.Module):
@@ -315,3 +318,17 @@ def test_recursion(strict):
     for depth in (5, 0, 2):
         got, paths = said(converted, (x, depth))
         assert sqnr(run(model, (x, depth)), got) > 25 and not paths
+
+
+def small_images(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 4, 8, 8))
+
+
+def test_nothing_warns_on_the_recorded_path():
+    model = nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 3, 1)).eval()
+    x = small_images()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted = dbrq.quantize(model, [x])
+        run(converted, x)
+        assert fake_quantized(converted, model, x) is not None

@@ -6,13 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, per_channel_dynamic_qconfig
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+import dbrq
 from dbrq import kernels
 from dbrq.eager import recurrent
 from dbrq.eager.recurrent import recurrent_weights, run_recurrent
 from dbrq.errors import KernelInputError
 from dbrq.kernels import PackedLinear
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
+from tests.helpers.running import convert, run
 
 INPUT, HIDDEN, STEPS, BATCH = 11, 16, 7, 3
 LENGTHS = [2, 7, 4]
@@ -345,3 +350,41 @@ def test_bad_input_is_told_what_was_expected(op: str, args: tuple) -> None:
     with pytest.raises(KernelInputError) as error:
         run_recurrent(module, pack(module), args, {}, False)
     assert error.value.op == op and error.value.expected is not None and error.value.got is not None
+
+
+def by_name(cases: dict, *names: str):
+    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
+
+
+# Recurrent layers
+
+
+@by_name(
+    {
+        "lstm": lambda: nn.LSTM(12, 16, num_layers=2, batch_first=True),
+        "bidirectional": lambda: nn.LSTM(12, 16, bidirectional=True, batch_first=True),
+        "gru": lambda: nn.GRU(12, 16, batch_first=True),
+        "rnn": lambda: nn.RNN(12, 16, batch_first=True),
+    },
+    "make",
+)
+def test_recurrent_in_dynamic_mode(make):
+    model, x = nn.Sequential(make()), torch.randn(4, 6, 12)
+    mapping = QConfigMapping().set_global(per_channel_dynamic_qconfig)
+    converted = convert(model, x, mapping).quantized
+    (expected, _), (got, _) = run(model, x), run(converted, x)
+    assert dbrq.report(converted).rows[0].precision == "int8"
+    assert sqnr(expected, got) > 30
+
+
+def test_lstm_keeps_its_interface():
+    def forward(m, x, h, c):
+        out, (hn, cn) = m.lstm(input=x, hx=(h, c))
+        return {"out": out, "state": (hn, cn)}
+
+    model = Call(forward, lstm=nn.LSTM(12, 16))
+    inputs = (torch.randn(6, 4, 12), torch.randn(1, 4, 16), torch.randn(1, 4, 16))
+    converted = convert(model, inputs, QConfigMapping().set_global(default_dynamic_qconfig)).quantized
+    got, expected = run(converted, inputs), run(model, inputs)
+    assert sqnr(expected["out"], got["out"]) > 25
+    assert sqnr(expected["state"][1], got["state"][1]) > 25

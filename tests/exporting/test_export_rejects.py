@@ -11,12 +11,12 @@ import torch
 import dbrq
 from dbrq.graph.writer import ONE_PATH
 from dbrq.lowering.inductor import InductorModel
-from tests.export_rejects import CASES
-from tests.helpers import assert_same_containers, floats, has_compiler, run, sqnr
+from tests.helpers.export_rejects import CASES
+from tests.helpers.judging import assert_same_containers, sqnr
+from tests.helpers.running import floats, has_compiler, run
 
 #: These are compiled for other sizes too; the others' are left to the exported program, which takes no compiler.
 COMPILED_AGAIN = ("ReturnsDataclass",)
-
 cases = pytest.mark.parametrize("name", CASES)
 
 

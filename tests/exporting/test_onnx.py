@@ -31,7 +31,9 @@ from torch.ao.quantization import (
 
 import dbrq
 from tests import ROOT
-from tests.helpers import Call, floats, run, sqnr, step_of
+from tests.helpers.judging import sqnr, step_of
+from tests.helpers.models import Call
+from tests.helpers.running import floats, run
 
 #: The largest difference between a runtime's output and ours, in steps of 1/255 of the range of ours.
 STEPS = 2.0
@@ -191,7 +193,6 @@ DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
 WEIGHT_ONLY = QConfigMapping().set_global(QConfig(NoopObserver, default_per_channel_weight_observer))
 INT8_TABLE = DEFAULT().set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
 TEXT = (2, 5, 16)
-
 #: name -> model, shape of the example, another shape, QuantizeLinear nodes, int8 weights, mapping.
 CASES: dict[str, tuple] = {
     "conv-bn-relu": (lambda: nn.Sequential(conv(), norm(), nn.ReLU()), (2, 8, 10, 10), (3, 8, 7, 12), 1, 1),

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 import dbrq
 from dbrq.errors import RewriteError, SeveralPathsError
 from dbrq.graph.writer import ONE_PATH
-from tests.helpers import agreement, has_compiler, run, step_of
+from tests.helpers.judging import agreement, step_of
+from tests.helpers.running import has_compiler, run
 
 
 class Layers(nn.Module):

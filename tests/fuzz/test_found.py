@@ -15,7 +15,8 @@ from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
 from dbrq.kernels import has_exact_int8_dot
-from tests.helpers import Call, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
 
 BACKENDS = ("rewrite", "torchscript", "onednn")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)

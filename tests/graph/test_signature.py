@@ -1,18 +1,20 @@
-"""What an audit found in graphs and in models lowered in parts: numbers that were silently wrong, and bad errors."""
+"""Arguments and results of graphs: what may come, in which containers, and what is returned."""
 
 from __future__ import annotations
 
-import collections
 import copy
 import enum
-import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dbrq
+from tests.helpers.rewriting import assert_close, assert_same, cases, model, rewritten, seq
+from tests.helpers.running import convert, run
 
 X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 BACKENDS = ["rewrite", "torchscript", "onednn", "inductor"]
@@ -168,327 +170,164 @@ def test_what_is_left_out_keeps_its_default():
             low(x=Y, mode=Mode.B, y=Z)
 
 
-# Models in parts
-
-
-class Block(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.l, self.m, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
-        self.gain, self.ctx = 1.0, torch.zeros(8)
-        if kind == "hook":
-            self.l.register_forward_hook(keep)
-
-    def forward(self, h, out=None):
-        h = torch.relu(self.l(h))
-        if self.kind == "aux":
-            self.aux = h
-        if out is not None:
-            out["h"] = h
-        y = self.m(h)
-        return y * self.gain if self.kind == "gain" else y + self.ctx if self.kind == "ctx" else y
-
-
-def keep(module, args, output):
-    module.kept = output
-
-
-class InParts(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.block, self.x, self.o, self.kind = Block(kind), nn.Linear(8, 8), nn.Linear(8, 8), kind
-
-    def forward(self, x, flag):
-        if self.kind == "gain":
-            self.block.gain = 3.0 if flag else 1.0
-        if self.kind == "ctx":
-            self.block.ctx = x.mean(0) * 5
-        if self.kind == "outparam":
-            out = {"h": x * 0}
-            y = self.block(x, out) + 3 * out["h"]
-        else:
-            y = self.block(x)
-        if self.kind == "aux":
-            y = y + 3 * self.block.aux
-        if self.kind == "hook":
-            y = y + 3 * self.block.l.kept
-        if flag:
-            y = torch.relu(self.x(y))
-        return self.o(y)
-
-
-@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
-@pytest.mark.parametrize("kind", ["aux", "hook", "outparam", "gain", "ctx", "none"])
-def test_parts_and_the_code_around_them_see_each_other(kind, backend):
-    torch.manual_seed(0)
-    prepared = dbrq.prepare(InParts(kind).eval(), (X, True))
-    with torch.no_grad():
-        prepared(X, True)
-        prepared(Y, False)
-        q = dbrq.convert(prepared)
-        low = dbrq.lower(q, (X, True), backend=backend)
-        for call in ((X, True), (Y, True), (Y, False)):
-            assert_alike(low(*call), q(*call))
-    states = low.__dict__["forward"].token.states
-    assert bool(states["block"].parts) == (kind == "none")
-
-
-def test_a_part_that_changes_the_whole_is_dropped(monkeypatch):
-    from dbrq.lowering import submodules
-
-    monkeypatch.setattr(submodules, "_traces", lambda *args: None)
-    torch.manual_seed(0)
-    prepared = dbrq.prepare(InParts("aux").eval(), (X, True))
-    with torch.no_grad():
-        prepared(X, True)
-        prepared(Y, False)
-        q = dbrq.convert(prepared)
-        with pytest.warns(UserWarning, match="block stays as it was converted"):
-            low = dbrq.lower(q, (X, True))
-        assert_alike(low(Y, True), q(Y, True))
-
-
-# What code reads of tensors
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
-def test_sizes_read_by_other_names_are_asserted_or_free(backend):
-    q = quantized(lambda s, x, y: s.a(x) + y if x.is_same_size(y) else s.a(x) - y, X, Y)
-    low = lowered(q, backend, X, Y)
-    assert_alike(low(X, Y), q(X, Y))
-    with pytest.raises(REFUSES):
-        low(X, Y[:1].clone())
-    q = quantized(lambda s, x: s.a(x) * (x.nbytes / 128), X)
-    low = lowered(q, backend, X)
-    six = torch.cat([X, X[:2]])
-    assert_alike(low(six), q(six))
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
-def test_an_offset_in_memory_is_asserted(backend):
-    q = quantized(lambda s, x: s.a(x.as_strided(x.shape, x.stride(), x.storage_offset())), X)
-    low = lowered(q, backend, X)
-    assert_alike(low(X), q(X))
-    with pytest.raises(REFUSES):
-        low(torch.cat([Y, X])[4:])
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda s, x: s.a(x) * (x.untyped_storage().size() / 128),
-        lambda s, x: s.a(x) * (x.untyped_storage().nbytes() / 128),
-        lambda s, x: s.a(x) if x._base is None else s.b(x),
-        lambda s, x: s.b(x) if x._is_view() else s.a(x),
-        lambda s, x: s.a(x) * (2 if x.requires_grad else 1),
-    ],
-)
-def test_what_no_graph_can_assert_is_refused(function):
-    q = quantized(function, X)
-    with pytest.raises(dbrq.QuantizationError, match=r"memory of a value|has a gradient"):
-        dbrq.rewrite(q, (X,))
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
-@pytest.mark.parametrize(
-    "squeeze",
-    [
-        lambda x: x.squeeze(1),
-        lambda x: x.squeeze(dim=1),
-        lambda x: x.squeeze(-2),
-        lambda x: torch.squeeze(x, 1),
-        lambda x: torch.squeeze(x, (1,)),
-        lambda x: torch.squeeze(input=x, dim=1),
-        lambda x: x.clone().squeeze_(1),
-    ],
-)
-def test_the_rank_behind_squeeze_is_asserted(squeeze, backend):
-    def function(s, x):
-        h = squeeze(x)
-        return s.a(h) * 2 if h.dim() == 2 else s.a(h)
-
-    example = X.reshape(4, 1, 8)
-    q = quantized(function, example)
-    low = lowered(q, backend, example)
-    two = example[:2]
-    assert_alike(low(two), q(two))
-    with pytest.raises(REFUSES):
-        low(torch.randn(4, 3, 8))
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
-def test_the_question_whether_a_number_is_one_is_asserted(backend):
-    def function(s, x):
-        v = x.max().item()
-        return x * 0 if v != v else s.a(x)
-
-    q = quantized(function, X)
-    low = lowered(q, backend, X)
-    assert_alike(low(X), q(X))
-    bad = X.clone()
-    bad[0, 0] = float("nan")
-    with pytest.raises(REFUSES):
-        low(bad)
-
-
-# State and containers that a graph does not keep
-
-
-def cached(s, x, cache):
-    h = s.a(x)
-    cache.append(h)
-    return h + cache[0]
-
-
-def filled(s, x, out):
-    out["h"] = s.a(x)
-    return s.b(out["h"])
-
-
-def replaced(s, x, nested):
-    nested[0]["h"] = s.a(x)
-    return nested[0]["h"]
-
-
-def emptied(s, x, cache):
-    return s.a(x) + cache.pop()
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "onednn"])
-@pytest.mark.parametrize(
-    ("function", "given"),
-    [(cached, [Y]), (filled, {"h": Y}), (filled, {}), (replaced, [{"h": Y}]), (emptied, [X, Y, X, Y])],
-)
-def test_a_container_that_forward_fills_is_refused(function, given, backend):
-    q = quantized(function, X, copy.deepcopy(given))
-    with pytest.raises(dbrq.QuantizationError, match="changes a container"):
-        lowered(q, backend, X, given)
-
-
-class Box:
-    def __init__(self):
-        self.t = torch.zeros(1, 8)
-
-
-class Remembering(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.l, self.kind = nn.Linear(8, 8), kind
-        self.d, self.h, self.box, self.ema = {"h": torch.zeros(1, 8)}, [torch.zeros(1, 8)], Box(), {"v": 1.0}
-        self.deque = collections.deque([torch.zeros(1, 8)], maxlen=1)
-
-    def forward(self, x):
-        h = torch.relu(self.l(x))
-        if self.kind == "dict":
-            p, self.d["h"] = self.d["h"], h
-        if self.kind == "list":
-            p = self.h.pop()
-            self.h.append(h)
-        if self.kind == "deque":
-            p = self.deque[0]
-            self.deque.append(h)
-        if self.kind == "object":
-            p, self.box.t = self.box.t, h
-        if self.kind == "number":
-            self.ema["v"] = 0.5 * self.ema["v"] + 0.5 * x.abs().mean().item()
-            return h * self.ema["v"]
-        if self.kind == "unread":
-            p, self.d["h"] = x, h
-        return h + p
-
-
-@pytest.mark.parametrize("kind", ["dict", "list", "deque", "object", "number", "unread"])
-def test_state_in_python_is_noticed_whatever_calibration_ended_with(kind):
-    torch.manual_seed(0)
-    q = dbrq.quantize(Remembering(kind).eval(), [X] * 8)
-    if kind == "unread":
-        assert_alike(dbrq.rewrite(q, (X,))(X), q(X))
-        return
-    with pytest.raises(dbrq.QuantizationError):
-        dbrq.rewrite(q, (X,))
-
-
-# Settings that a range was recorded for
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
-@pytest.mark.parametrize(
-    ("function", "given", "other"),
-    [
-        (lambda s, x, k: s.b(torch.add(s.a(x), x, alpha=k)), (X, 1), (X, 3)),
-        (lambda s, x, k: s.b(s.a(x * 4).clamp(-k, k)), (X, 1), (X, 3)),
-        (lambda s, x: s.b(s.a(x * 4).clamp(-x.shape[0] / 4, x.shape[0] / 4)), (X,), (X.repeat(3, 1),)),
-        (lambda s, x: s.b(torch.nn.functional.hardtanh(s.a(x * 4), 0, x.shape[0] / 16)), (X,), (X.repeat(3, 1),)),
-    ],
-)
-def test_settings_that_decide_a_range_are_asserted(function, given, other, backend):
-    q = quantized(function, *given)
-    low = lowered(q, backend, *given)
-    assert_alike(low(*given), q(*given))
-    with pytest.raises(REFUSES):
-        low(*other)
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript"])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda s, x: s.b(nn.functional.pad(s.a(x), (0, 8 - x.shape[1], 0, x.shape[0]))),
-        lambda s, x: s.b(s.a(x).view(x.shape[0] * 2, 4).reshape(x.shape[0], 8)),
-        lambda s, x: s.b(nn.functional.interpolate(s.a(x)[None], size=8 * x.shape[0] // x.shape[0])[0]),
-        lambda s, x: s.b(s.a(x) / x.shape[1] + x.shape[1]),
-    ],
-)
-def test_sizes_that_only_shape_a_value_stay_free(function, backend):
-    q = quantized(function, X)
-    low = lowered(q, backend, X)
-    six = torch.cat([X, X[:2]])
-    assert_alike(low(six), q(six))
-
-
-# Errors
-
-
-def test_a_value_of_no_dimensions_leaves_onednn_in_float32():
-    q = quantized(lambda s, x: (s.a(x), (torch.arange(x.shape[0]).float() * 1.5).sum()), X)
-    low = dbrq.lower(q, (X,), backend="onednn", dtype=torch.bfloat16)
-    assert low(X)[1].dtype is torch.float32 and low(X)[1] == 9
-
-
-@pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])
-def test_a_layer_under_vmap_is_refused(backend):
-    q = quantized(lambda s, x: torch.vmap(s.b)(s.a(x)), X)
-    with pytest.raises(dbrq.QuantizationError, match=r"torch\.func"):
-        lowered(q, backend, X)
-    assert dbrq.rewrite(quantized(lambda s, x: s.a(x), X), (X,))(X).shape == X.shape  # nothing of it is left behind
-
-
-def test_a_part_may_store_what_nobody_can_change():
-    """A new tuple that is equal to the old one is no change."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.f = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-        def forward(self, x):
-            self.hw, self.shape = (x.shape[0], x.shape[1]), x.shape
-            return self.f(x)
-
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x, flag):
-            h = self.block(x)
-            return h * 2 if flag else torch.relu(h - 1)
-
-    model = Branching().eval()
-    prepared = dbrq.prepare(model, (X, True))
-    prepared(X, True)
-    prepared(X, False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        low = dbrq.lower(dbrq.convert(prepared), (X, True), backend="onednn")
-    assert low.__dict__["forward"].token.states["block"].parts
+_SAME = torch.Generator().manual_seed(0)  # whatever other modules draw while they are collected
+POSITIVE, NEGATIVE = torch.rand(2, 6, 8, generator=_SAME), -torch.rand(2, 6, 8, generator=_SAME)
+
+
+# Arguments
+
+
+class Item(OrderedDict):
+    """A dict with attributes, as transformers returns them."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass
+class Result:
+    first: Tensor
+    second: Tensor | None = None
+    name: str = "result"
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def optional(m, x, mask=None, scale=2.0, *, flag=True, shift=None):
+    y = m.fc(x) if mask is None else m.fc(x) * mask
+    y = y * scale if flag else y
+    return m.last(y if shift is None else y + shift)
+
+
+def anything(m, *args, **kwargs):
+    y = m.fc(sum(args))
+    return m.last(y * kwargs["scale"]) if "scale" in kwargs else m.last(y)
+
+
+MASK, OTHER_MASK = (torch.arange(6) < 4).float()[:, None], (torch.arange(9) < 4).float()[:, None]
+ARGUMENTS = {
+    "only what must be": (optional, (seq(),), (seq(3, 9),)),
+    "positional": (optional, (seq(), MASK), (seq(3, 9), OTHER_MASK)),
+    "keyword": (optional, {"x": seq(), "mask": MASK}, {"x": seq(3, 9), "mask": OTHER_MASK}),
+    "keyword-only": (optional, {"x": seq(), "shift": MASK}, {"x": seq(3, 9), "shift": OTHER_MASK}),
+    "a default given": (optional, {"x": seq(), "scale": 2.0, "flag": True}, {"x": seq(3), "scale": 2.0, "flag": True}),
+    "None given": (optional, (seq(), None, 3.0), (seq(3), None, 3.0)),
+    "*args": (anything, (seq(), seq()), (seq(3, 9), seq(3, 9))),
+    "**kwargs": (anything, {"scale": MASK}, None),
+    "*args and **kwargs": (anything, {"scale": MASK}, {"scale": OTHER_MASK}),
+    "int": (lambda m, x, n: m.last(m.fc(x)[:, :n]), (seq(), 2), (seq(3), 4)),
+    "bool, float, str": (
+        lambda m, x, a, b, c: m.last(m.fc(x) * b if a and c == "on" else x),
+        (seq(), True, 0.5, "on"), (seq(3), True, 0.5, "on")),
+    "list": (lambda m, xs: m.last(m.fc(xs[0]) + xs[1]), ([seq(), seq()],), ([seq(3), seq(3)],)),
+    "tuple": (lambda m, xs: m.last(m.fc(xs[0]) + xs[1]), ((seq(), MASK),), ((seq(3), MASK),)),
+    "namedtuple": (lambda m, p: m.last(m.fc(p.left) + p.right), (Pair(seq(), MASK),), (Pair(seq(3), MASK),)),
+    "dict": (lambda m, d: m.last(m.fc(d["x"]) + d["y"]), ({"x": seq(), "y": MASK},), ({"x": seq(3), "y": MASK},)),
+    "nested": (
+        lambda m, d: m.last(m.fc(d["xs"][0]) + d["xs"][1]), ({"xs": [seq(), seq()]},), ({"xs": [seq(3), seq(3)]},)),
+    "the same tensor twice": (lambda m, x, y: m.last(m.fc(x) + y), (POSITIVE, POSITIVE), (seq(3), seq(3))),
+    "ids": (lambda m, i: m.last(m.table(i)), (torch.arange(6)[None],), (torch.arange(9).view(3, 3),)),
+}  # fmt: skip
+
+
+@cases({name: case for name, case in ARGUMENTS.items() if "**" not in name})
+def test_arguments(case):
+    forward, example, other = case
+    assert_same(model(forward, table=nn.Embedding(10, 8)), example, other)
+
+
+def test_starred_arguments():
+    module = model(anything)
+    q = convert(module, [seq(), seq()], None).quantized
+    assert run(dbrq.rewrite(q, (seq(), seq())), [seq(3), seq(3)]).shape == (3, 6, 4)
+    prepared = dbrq.prepare(module, (seq(), seq()), example_kwargs={"scale": MASK})
+    prepared(seq(), seq(), scale=MASK)
+    q = dbrq.convert(prepared)
+    g = dbrq.rewrite(q, (seq(), seq()), example_kwargs={"scale": MASK})
+    x, y = seq(3, 9), seq(3, 9)
+    expected = q(x, y, scale=OTHER_MASK)
+    assert_close(g(x, y, scale=OTHER_MASK), expected, "rewritten")
+    assert_close(torch.jit.script(g)(x, y, scale=OTHER_MASK), expected, "scripted")
+
+
+def test_defaults_are_kept_and_what_was_not_given_cannot_be():
+    q, g, s = rewritten(model(optional), (seq(), MASK))
+    x = seq()
+    for f in (g, s):
+        assert_close(f(x=x, mask=MASK), q(x, MASK), "by keyword")
+        with pytest.raises(Exception, match=r"mask|[Oo]ptional|None"):
+            f(x)
+        with pytest.raises(Exception, match=r"flag|argument"):
+            f(x, MASK, flag=False)
+
+
+@pytest.mark.parametrize("wrong", [(True, 0.5, "off"), (False, 0.5, "on"), (True, 0.75, "on")], ids=str)
+def test_another_flag_raises(wrong):
+    forward, example, _ = ARGUMENTS["bool, float, str"]
+    _, g, s = rewritten(model(forward), example)
+    for f in (g, s):
+        with pytest.raises(Exception, match="dbrq: this graph holds for"):
+            f(seq(), *wrong)
+
+
+@pytest.mark.parametrize("wrong", [torch.randn(6, 8), seq().double(), torch.ones(2, 6, 8, dtype=torch.int64)])
+def test_another_rank_or_dtype_raises(wrong):
+    _, g, s = rewritten(model(lambda m, x: m.last(m.fc(x))), seq())
+    for f in (g, s):
+        with pytest.raises(Exception, match="dbrq: input x"):
+            f(wrong)
+
+
+# Outputs
+
+OUTPUTS = {
+    "list": lambda m, x: [m.fc(x), m.last(x)],
+    "tuple": lambda m, x: (m.fc(x), m.last(x)),
+    "nested": lambda m, x: (m.fc(x), [m.last(x), (x, m.fc(x))]),
+    "dict": lambda m, x: {"a": m.fc(x), "b": m.last(x)},
+    "dict of containers": lambda m, x: {"a": m.fc(x), "b": [m.last(x)], "c": {"d": (x * 2,)}},
+    "dict with numbers": lambda m, x: {"a": m.fc(x), "n": x.size(1), "s": "text"},
+    "dict with ints as keys": lambda m, x: {0: m.fc(x), 1: m.last(x)},
+    "dict subclass": lambda m, x: Item(a=m.fc(x), b=None, c=m.last(x)),
+    "OrderedDict": lambda m, x: OrderedDict(b=m.fc(x), a=m.last(x)),
+    "dataclass": lambda m, x: Result(m.last(m.fc(x))),
+    "namedtuple": lambda m, x: Pair(m.fc(x), [m.last(x)]),
+    "None in a tuple": lambda m, x: (m.fc(x), None, m.last(x)),
+    "None in a dict": lambda m, x: {"a": m.fc(x), "b": None},
+    "constants": lambda m, x: (m.fc(x), 3, 0.5, "name", True),
+    "twice the same": lambda m, x: (lambda y: (y, y))(m.fc(x)),
+    "the input": lambda m, x: (x, m.fc(x)),
+    "a parameter": lambda m, x: (m.fc(x), m.fc.bias),
+    "list of lists": lambda m, x: [[m.fc(x)], [m.last(x), x]],
+    "one-tuple": lambda m, x: (m.last(m.fc(x)),),
+    "empty containers": lambda m, x: (m.fc(x), (), {}),
+}
+
+
+@cases(OUTPUTS)
+def test_outputs_keep_structure_and_class(case):
+    assert_same(model(case), seq(), seq(3, 9))
+
+
+PLAIN = {
+    "dict subclass": (dict, ["a", "c"]), "OrderedDict": (dict, ["b", "a"]), "dict": (dict, ["a", "b"]),
+    "list": (list, None), "namedtuple": (tuple, None), "nested": (tuple, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_torchscript_returns_plain_containers(name):
+    _, _, s = rewritten(model(OUTPUTS[name]), seq())
+    got, (cls, keys) = s(seq()), PLAIN[name]
+    assert type(got) is cls and (keys is None or list(got) == keys)
+
+
+def test_two_calls_do_not_share_their_containers():
+    _, g, _ = rewritten(model(OUTPUTS["dict subclass"]), seq())
+    a, b = g(seq()), g(seq(3))
+    assert a is not b and len(a.a) == 2 and len(b.a) == 3
+    assert torch.equal(copy.deepcopy(g)(POSITIVE).a, g(POSITIVE).a)

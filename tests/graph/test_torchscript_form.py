@@ -16,7 +16,9 @@ from torch import nn
 import dbrq
 from dbrq.lowering import engine
 from dbrq.lowering.onednn import mapping as onednn_mapping
-from tests.helpers import agreement, fake_quantized, run, step_of
+from tests.helpers.judging import agreement, step_of
+from tests.helpers.reference import fake_quantized
+from tests.helpers.running import run
 
 W1, W2, W3 = (torch.randn(4, 4, *size, generator=torch.Generator().manual_seed(0)) * 0.2
               for size in ((3,), (3, 3), (3, 3, 3)))  # fmt: skip
@@ -226,7 +228,7 @@ def test_what_no_graph_can_do_is_refused(function, op, seed):
     for make in (dbrq.rewrite, dbrq.lower):
         with pytest.raises(dbrq.QuantizationError) as caught:
             make(q, x)
-        assert caught.value.op == op and "test_spelling.py" in str(caught.value.got)
+        assert caught.value.op == op and "test_torchscript_form.py" in str(caught.value.got)
 
 
 def test_other_bits_are_seen_where_a_backend_can():
@@ -236,7 +238,7 @@ def test_other_bits_are_seen_where_a_backend_can():
     torch.testing.assert_close(run(dbrq.lower(q, x, backend="onednn"), x), expected)
     with pytest.raises(dbrq.RewriteError) as caught:
         dbrq.lower(q, x)  # TorchScript has no such operator
-    assert caught.value.op == "view" and "test_spelling.py" in str(caught.value.got)
+    assert caught.value.op == "view" and "test_torchscript_form.py" in str(caught.value.got)
 
 
 def test_sparse_values_between_dense_ones():
@@ -272,7 +274,7 @@ def test_an_error_in_a_rewrite_names_the_op(monkeypatch):
         with pytest.raises(dbrq.RewriteError, match=f"lowering to {backend} failed") as caught:
             dbrq.lower(q, x, backend=backend)
         assert isinstance(caught.value.__cause__, IndexError)
-        assert "softmax" in caught.value.op and "test_spelling.py" in caught.value.got
+        assert "softmax" in caught.value.op and "test_torchscript_form.py" in caught.value.got
 
 
 def test_a_mistake_of_the_users_is_raised_as_torch_has_it():

@@ -740,7 +740,6 @@ def _steps(*steps: int) -> Run:
 
 
 OUT = ("out", "")
-
 CASES: dict[str, Case] = {
     # Branches
     "branch on data": Case(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dbrq
 from dbrq.hidden_state import state_of
 from dbrq.record.record import SeenOp
-from tests.helpers import fake_quantize
+from tests.helpers.reference import fake_quantize
 
 #: Each value that the layers give is moved by up to this share of itself from one call to the next.
 _NUDGE = 0.05

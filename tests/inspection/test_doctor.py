@@ -18,7 +18,7 @@ from dbrq.inspection.doctor import Diagnosis
 from dbrq.kernels import has_exact_int8_dot
 from dbrq.lowering.onednn import library as library_module
 from tests import ROOT
-from tests.helpers import Call
+from tests.helpers.models import Call
 
 
 def advised(found: Diagnosis, what: str) -> list[str]:

@@ -10,7 +10,9 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig
 from torch.utils.flop_counter import FlopCounterMode
 
 import dbrq
-from tests.helpers import Call, convert, run, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
+from tests.helpers.running import convert, run
 
 
 def row(model: nn.Module, path: str):
@@ -488,3 +490,25 @@ def test_logging_does_not_disturb_another_call():
     before = run(converted, x)
     dbrq.log_values(converted, x)
     assert torch.equal(run(converted, x), before)
+
+
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def quantized_on(model, x):
+    return dbrq.quantize(model.eval(), [x])
+
+
+def test_attention_counts_in_the_coverage_of_everything():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*self.qkv(x)[None].chunk(3, -1))
+
+    report = dbrq.report(quantized_on(Attention(), Z))
+    linear, attention = 8 * 16 * 48, 2 * 8 * 8 * 16
+    assert report.coverage == 1.0
+    assert report.coverage_all == pytest.approx(linear / (linear + attention))

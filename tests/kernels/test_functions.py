@@ -1,9 +1,14 @@
 """The door to the kernels: right numbers against float, clear errors, and the traps it is there for."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import dbrq
+from dbrq import kernels
 from dbrq.errors import KernelInputError
 from dbrq.kernels import (
     NO_POST_OP,
@@ -20,8 +25,10 @@ from dbrq.kernels import (
     pad_mode,
     quantize,
     requantize,
+    script,
 )
 from dbrq.kernels.script import Conv, ConvSum
+from tests.helpers.judging import sqnr
 
 OUT = QParams(0.1, 100)
 CONVS = [  # in, out, kernel, size, groups, padding, stride, dimensions
@@ -226,3 +233,73 @@ def test_dynamic_qparams():
 def test_exact_dot_is_asked_of_the_kernel():
     if torch.cpu._is_vnni_supported():
         assert has_exact_int8_dot()
+
+
+PYTHON_BACKENDS = ("onednn", "torchscript")
+
+
+@pytest.mark.parametrize(
+    "model, shape",
+    [
+        (lambda: nn.Linear(70_000, 2), (2, 70_000)),
+        (lambda: nn.Conv2d(1024, 2, 9), (1, 1024, 9, 9)),
+        (lambda: nn.Conv2d(2048, 4, 9, groups=2), (1, 2048, 9, 9)),
+    ],
+    ids=["linear", "conv2d", "groups"],
+)
+@torch.no_grad()
+def test_sums_that_int32_does_not_hold_stay_float(model, shape):
+    model = nn.Sequential(model()).eval()
+    model[0].weight.uniform_(0.95, 1.0)
+    x = torch.rand(shape) * 0.02 + 0.98
+    quantized = dbrq.quantize(model, [x])
+    (row,) = dbrq.report(quantized).rows
+    assert row.precision == "float" and "int32 holds" in row.reason
+    for backend in PYTHON_BACKENDS:
+        assert sqnr(model(x), dbrq.lower(quantized, x, backend=backend)(x)) > 60
+
+
+@torch.no_grad()
+def test_sums_that_int32_just_holds_are_int8():
+    model = nn.Sequential(nn.Linear(65_000, 2)).eval()
+    model[0].weight.uniform_(0.99, 1.0)
+    x = torch.rand(2, 65_000) * 0.01 + 0.99
+    quantized = dbrq.quantize(model, [x])
+    assert [row.precision for row in dbrq.report(quantized).rows] == ["int8"]
+    for backend in PYTHON_BACKENDS:
+        assert sqnr(model(x), dbrq.lower(quantized, x, backend=backend)(x)) > 40
+
+
+_OPERANDS = {
+    "rows repeated": lambda: torch.randint(256, (1, 1, 16)).expand(2, 32, 16),
+    "columns repeated": lambda: torch.randint(256, (2, 32, 1)).expand(2, 32, 16),
+    "one number": lambda: torch.randint(256, (1, 1, 1)).expand(2, 32, 16),
+    "batch repeated": lambda: torch.randint(256, (1, 32, 16)).expand(2, 32, 16),
+    "one row, strides 1": lambda: torch.randint(256, (2, 16, 1)).as_strided((2, 1, 16), (16, 1, 1)),
+    "one row of a column": lambda: torch.randint(256, (2, 16, 3))[..., :1].transpose(1, 2),
+    "part of more": lambda: torch.randint(256, (2, 32, 48))[..., 16:32],
+}
+
+
+@pytest.mark.parametrize("make", _OPERANDS.values(), ids=_OPERANDS)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@torch.no_grad()
+def test_int8_matmul_of_any_strides(make, side):
+    def laid(x):
+        """uint8 in the strides of ``x``, ``to`` choosing others."""
+        size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        memory = torch.empty(size, dtype=torch.uint8).as_strided(x.shape, x.stride())
+        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())
+        memory[once] = x[once].to(torch.uint8)
+        return memory
+
+    a, b = laid(make()), laid(make()).transpose(1, 2)
+    if side == "left":
+        b = torch.randint(256, (2, 16, 5), dtype=torch.uint8)
+    elif side == "right":
+        a = torch.randint(256, (2, 7, 16), dtype=torch.uint8)
+    expected = (a.double() - 3) @ (b.double() - 5)
+    eager = kernels.int8_matmul(a, kernels.QParams(1.0, 3), b, kernels.QParams(1.0, 5))
+    scripted = torch.jit.script(script.int8_matmul)(a, b, 1.0, 3, 5)
+    torch.testing.assert_close(eager.double(), expected)
+    torch.testing.assert_close(scripted.double(), expected)

@@ -1,5 +1,7 @@
 """How many bits activations have: as the model was made, wherever its qparams went, and as this CPU can compute."""
 
+from __future__ import annotations
+
 import copy
 import json
 import os
@@ -14,26 +16,13 @@ from torch import nn
 from torch.ao.quantization import MinMaxObserver, QConfig, default_per_channel_weight_observer
 
 import dbrq
+from dbrq import kernels
 from dbrq.kernels import QParams, dequantize, has_exact_int8_dot, quantize, ranges
 from tests import ROOT
-from tests.helpers import convert, run
+from tests.helpers.ranges import data, positive
+from tests.helpers.running import convert, run
 
 needs_exact = pytest.mark.skipif(not has_exact_int8_dot(), reason="files of 8 bits are made where products are exact")
-
-
-def positive(seed: int = 0) -> nn.Module:
-    """Layers whose products are as large as they can be."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
-    with torch.no_grad():
-        for layer in (model[0], model[2], model[4]):
-            layer.weight.abs_().add_(0.05)
-            layer.weight[:, ::7] *= -0.5
-    return model
-
-
-def data() -> torch.Tensor:
-    return torch.rand(16, 64, generator=torch.Generator().manual_seed(1))
 
 
 def recipe_of(reduce_range: bool):
@@ -93,8 +82,9 @@ def test_nothing_changes_where_products_are_exact(monkeypatch):
 CHILD = """
 import json, sys, warnings
 import torch, dbrq
-from tests.helpers import run, sqnr
-from tests.test_ranges import data, positive
+from tests.helpers.judging import sqnr
+from tests.helpers.ranges import data, positive
+from tests.helpers.running import run
 from torch.ao.quantization import (
     HistogramObserver, MinMaxObserver, QConfig, default_dynamic_qconfig, default_per_channel_weight_observer,
 )
@@ -310,3 +300,32 @@ def test_what_an_observer_cannot_mean_is_told():
 
     with pytest.raises(dbrq.QuantizationError, match="qparams"):
         dbrq.quantize(positive(), [data()], QConfig(Odd, default_per_channel_weight_observer))
+
+
+@torch.no_grad()
+def test_a_scripted_file_of_8_bits_is_refused_where_products_saturate(tmp_path):
+    """The example's own products do not saturate: it is darker than what calibration saw."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
+    model[0].weight.abs_()
+    x = torch.rand(2, 8, 8, 8)
+    for name, reduce_range in (("wide", False), ("narrow", True)):
+        mapping = dbrq.default_qconfig_mapping(reduce_range=reduce_range)
+        lowered = dbrq.lower(dbrq.quantize(model, [x], mapping), x * 0.2)
+        assert lowered.self_test()
+        dbrq.save(lowered, tmp_path / f"{name}.pt")
+        assert dbrq.load(tmp_path / f"{name}.pt").self_test()
+    code = """
+import sys, torch, dbrq
+wide, narrow = sys.argv[1:]
+print(torch.jit.load(wide).self_test(), torch.jit.load(narrow).self_test())
+dbrq.load(narrow)
+try:
+    dbrq.load(wide)
+except dbrq.errors.LoadError as error:
+    print("saturate" in str(error))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "wide.pt"), str(tmp_path / "narrow.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    if not kernels.has_exact_int8_dot():
+        pytest.skip("this CPU's products saturate")
+    assert run.stdout.split() == ["False", "True", "True"], run.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import dbrq
 from dbrq.errors import SeveralPathsError
 from dbrq.hidden_state import state_of
-from tests.helpers import run, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.running import run
 
 BACKENDS = ("torchscript", "onednn")
 
@@ -98,13 +100,13 @@ class Nested(nn.Module):
         return self.inner(self.stem(x), left)
 
 
-X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 CASES = {
-    "early exit": (Early, [(X,), (X * 2000,)], {"stem", "body"}),
-    "meeting branches": (Meeting, [(X, True), (X, False)], {"left", "right", "body"}),
-    "loop": (Loop, [(X, 2), (X, 3)], {"stem", "body"}),
-    "containers": (Containers, [(X, False), (X, True)], {"stem", "child"}),
-    "nested": (Nested, [(X, True), (X, False)], {"stem", "inner.left", "inner.right", "inner.body"}),
+    "early exit": (Early, [(IMAGES,), (IMAGES * 2000,)], {"stem", "body"}),
+    "meeting branches": (Meeting, [(IMAGES, True), (IMAGES, False)], {"left", "right", "body"}),
+    "loop": (Loop, [(IMAGES, 2), (IMAGES, 3)], {"stem", "body"}),
+    "containers": (Containers, [(IMAGES, False), (IMAGES, True)], {"stem", "child"}),
+    "nested": (Nested, [(IMAGES, True), (IMAGES, False)], {"stem", "inner.left", "inner.right", "inner.body"}),
 }
 
 
@@ -179,7 +181,7 @@ def reached(model: nn.Module, inputs) -> set[str]:
 def test_other_trip_counts_and_shapes(backend):
     model, converted, runs = quantized("loop")
     lowered = dbrq.lower(converted, runs[0], backend=backend)
-    for inputs in ((X, 1), (X, 5), (torch.randn(1, 3, 20, 16), 2)):
+    for inputs in ((IMAGES, 1), (IMAGES, 5), (torch.randn(1, 3, 20, 16), 2)):
         assert sqnr(run(converted, inputs), run(lowered, inputs)) > 30
         assert sqnr(run(model, inputs), run(lowered, inputs)) > 15
 
@@ -228,13 +230,13 @@ def test_one_graph_of_the_root_says_where_it_decides(name):
     _, converted, runs = quantized(name)
     with pytest.raises(SeveralPathsError) as caught:
         dbrq.rewrite(converted, runs[0])
-    assert "test_parts.py:" in str(caught.value.got) and "dbrq.lower" in str(caught.value.hint)
+    assert "test_submodules.py:" in str(caught.value.got) and "dbrq.lower" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_part_can_be_rewritten_by_itself(name):
     _, converted, _ = quantized(name)
-    graph = dbrq.rewrite(converted.stem if hasattr(converted, "stem") else converted.left, X)
+    graph = dbrq.rewrite(converted.stem if hasattr(converted, "stem") else converted.left, IMAGES)
     assert sum(n.target is torch.conv2d for n in graph.graph.nodes) == 2
 
 
@@ -243,3 +245,121 @@ def test_it_says_what_it_did(capsys):
     dbrq.lower(converted, runs[0], verbose=True)
     said = capsys.readouterr().err
     assert "stem: lowered" in said and "inner: not lowered as one part: 2 paths" in said
+
+
+X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+
+
+def assert_alike(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+# Models in parts
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.l, self.m, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.gain, self.ctx = 1.0, torch.zeros(8)
+        if kind == "hook":
+            self.l.register_forward_hook(keep)
+
+    def forward(self, h, out=None):
+        h = torch.relu(self.l(h))
+        if self.kind == "aux":
+            self.aux = h
+        if out is not None:
+            out["h"] = h
+        y = self.m(h)
+        return y * self.gain if self.kind == "gain" else y + self.ctx if self.kind == "ctx" else y
+
+
+def keep(module, args, output):
+    module.kept = output
+
+
+class InParts(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.block, self.x, self.o, self.kind = Block(kind), nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x, flag):
+        if self.kind == "gain":
+            self.block.gain = 3.0 if flag else 1.0
+        if self.kind == "ctx":
+            self.block.ctx = x.mean(0) * 5
+        if self.kind == "outparam":
+            out = {"h": x * 0}
+            y = self.block(x, out) + 3 * out["h"]
+        else:
+            y = self.block(x)
+        if self.kind == "aux":
+            y = y + 3 * self.block.aux
+        if self.kind == "hook":
+            y = y + 3 * self.block.l.kept
+        if flag:
+            y = torch.relu(self.x(y))
+        return self.o(y)
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
+@pytest.mark.parametrize("kind", ["aux", "hook", "outparam", "gain", "ctx", "none"])
+def test_parts_and_the_code_around_them_see_each_other(kind, backend):
+    torch.manual_seed(0)
+    prepared = dbrq.prepare(InParts(kind).eval(), (X, True))
+    with torch.no_grad():
+        prepared(X, True)
+        prepared(Y, False)
+        q = dbrq.convert(prepared)
+        low = dbrq.lower(q, (X, True), backend=backend)
+        for call in ((X, True), (Y, True), (Y, False)):
+            assert_alike(low(*call), q(*call))
+    states = low.__dict__["forward"].token.states
+    assert bool(states["block"].parts) == (kind == "none")
+
+
+def test_a_part_that_changes_the_whole_is_dropped(monkeypatch):
+    from dbrq.lowering import submodules
+
+    monkeypatch.setattr(submodules, "_traces", lambda *args: None)
+    torch.manual_seed(0)
+    prepared = dbrq.prepare(InParts("aux").eval(), (X, True))
+    with torch.no_grad():
+        prepared(X, True)
+        prepared(Y, False)
+        q = dbrq.convert(prepared)
+        with pytest.warns(UserWarning, match="block stays as it was converted"):
+            low = dbrq.lower(q, (X, True))
+        assert_alike(low(Y, True), q(Y, True))
+
+
+def test_a_part_may_store_what_nobody_can_change():
+    """A new tuple that is equal to the old one is no change."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            self.hw, self.shape = (x.shape[0], x.shape[1]), x.shape
+            return self.f(x)
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x, flag):
+            h = self.block(x)
+            return h * 2 if flag else torch.relu(h - 1)
+
+    model = Branching().eval()
+    prepared = dbrq.prepare(model, (X, True))
+    prepared(X, True)
+    prepared(X, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        low = dbrq.lower(dbrq.convert(prepared), (X, True), backend="onednn")
+    assert low.__dict__["forward"].token.states["block"].parts

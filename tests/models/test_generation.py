@@ -19,14 +19,12 @@ from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
 from torch.autograd.profiler import profile
 
 import dbrq
-from tests.helpers import sqnr
+from tests.helpers.judging import sqnr
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which the functions below do
-
 VOCABULARY = 96
 #: dB against float: of the first token's logits, and of those that follow from caches, given equal tokens.
 FIRST, LATER = 20, 15
-
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.12}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.12}
@@ -37,7 +35,6 @@ BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attent
         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
         "init_std": 0.12, "decoder_start_token_id": 2, "forced_eos_token_id": None}  # fmt: skip
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-
 #: model type -> configuration.
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
@@ -64,7 +61,6 @@ DECODERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {"t5": T5, "bart": BART, "marian": BART, "pegasus": BART}
 CONFIGURATIONS = {**DECODERS, **ENCODER_DECODERS}
-
 RECIPES: dict[str, QConfigMapping | None] = {
     "static": None,
     "dynamic": QConfigMapping().set_global(per_channel_dynamic_qconfig),

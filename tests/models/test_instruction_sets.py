@@ -39,7 +39,9 @@ def measure() -> dict[str, Any]:
     import dbrq
     from dbrq import kernels
     from tests.fuzz.judge import Reference, problem, seeded
-    from tests.helpers import Call, floats, sqnr
+    from tests.helpers.judging import sqnr
+    from tests.helpers.models import Call
+    from tests.helpers.running import floats
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

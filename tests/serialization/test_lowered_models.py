@@ -15,7 +15,7 @@ import dbrq
 from dbrq.errors import LoadError, QuantizationError
 from dbrq.serialization.models import _LABEL
 from tests import ROOT
-from tests.helpers import run
+from tests.helpers.running import run
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from torch import nn
 
 import dbrq
 from dbrq import RecipeError
-from tests.helpers import convert, run, sqnr
+from tests.helpers.judging import sqnr
+from tests.helpers.running import convert, run
 
 
 class Net(nn.Module):

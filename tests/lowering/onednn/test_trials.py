@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
 from collections.abc import Callable, Iterator
 from ctypes import c_uint8, c_void_p
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
@@ -31,10 +28,8 @@ from dbrq.lowering.onednn.binding import (
     Spec,
     Sum,
 )
-from dbrq.lowering.onednn.execution import _as_planned
 from dbrq.lowering.onednn.layouts import channels_last
 from dbrq.lowering.onednn.library import OneDNNError, library
-from dbrq.lowering.onednn.values import Buffer, Kind, Value
 
 #: Without VNNI products of more saturate.
 LEVELS = 255 if has_exact_int8_dot() else 127
@@ -358,187 +353,3 @@ def test_norms_of_one_pixel(norm):
         lowered = dbrq.lower(model, given, backend="onednn")
         torch.testing.assert_close(lowered(given), model(x), atol=1e-5, rtol=1e-5)
     assert not selfcheck.failures()
-
-
-# Handles
-
-
-def resident() -> int:
-    gc.collect()
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_shapes_in_rotation_leak_no_more_than_a_budget(monkeypatch):
-    """The library keeps some of each brgemm convolution with functions behind it; beyond a budget others are taken."""
-    monkeypatch.setattr(binding, "_LEAKS", 8)
-    monkeypatch.setattr(binding, "_KEPT", 8)
-    selfcheck.set_self_check(False)
-    implementations = set()
-
-    def one(i: int) -> None:
-        x = (1, 16, 4 + i % 10, 4 + i // 10)
-        descs = [Desc.strided(x, torch.uint8, channels_last(x)) for _ in range(2)]
-        found = binding.convolution(
-            descs[0], Desc.any((16, 16, 3, 3), torch.int8), None, descs[1], [1, 1], [1, 1], [1, 1],
-            Attributes({Arg.WEIGHTS: 1, Arg.DST: 0}, {}, [Eltwise(Alg.RELU)]),
-        )  # fmt: skip
-        implementations.add(found.implementation)
-
-    for i in range(100):
-        one(i)
-    before = resident()
-    for i in range(400):
-        one(i % 100)
-    assert resident() - before < 3 << 20
-    assert len(binding._shared.alive) <= 9
-    if any(name.startswith("brgconv") for name in implementations):
-        assert len(implementations) > 1
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """The handles that a function of the library destroys."""
-    functions, seen = library()._functions, []
-    destroy = functions[name]
-
-    def recorded(handle: c_void_p) -> int:
-        seen.append(handle.value)
-        return destroy(handle)
-
-    monkeypatch.setitem(functions, name, recorded)
-    return seen
-
-
-@pytest.mark.parametrize("when", ["primitive_create", "primitive_desc_query", "primitive_desc_query_md"])
-def test_an_interruption_destroys_each_handle_once(when, monkeypatch):
-    descs, primitives = (counted(monkeypatch, f"{n}_destroy") for n in ("primitive_desc", "primitive"))
-    functions = library()._functions
-    real = functions[when]
-
-    def interrupted(*args: Any) -> int:
-        real(*args)
-        raise KeyboardInterrupt
-
-    complaints: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    x = Desc.strided((4, 3), torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setitem(functions, when, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            binding.eltwise(Alg.RELU, x, x, 0.0, 0.0, Attributes())
-    gc.collect()
-    assert len(descs) == len(set(descs)) == 1
-    assert len(primitives) == len(set(primitives)) == (when != "primitive_desc_query")
-    assert not complaints
-
-
-def test_what_could_not_be_made_goes_silently(monkeypatch):
-    complaints: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    for fails in (
-        lambda: Desc.strided((2, -3), torch.float32),
-        lambda: Attributes({99: 0}),
-        lambda: Attributes(post_ops=[Eltwise(Alg.ADD)]),
-        lambda: binding.eltwise(
-            Alg.RELU, Desc.strided((4, 3), torch.float32), Desc.strided((3, 4), torch.float32), 0, 0, Attributes()
-        ),
-    ):
-        with pytest.raises(OneDNNError):
-            fails()
-    gc.collect()
-    assert not complaints
-
-
-# What a plan may not assume
-
-
-class Fused(nn.Module):
-    def __init__(self, layer: nn.Module, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.operation = layer, operation
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.relu(self.operation(self.layer(x), y))
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
-    "conv2d": (lambda: nn.Conv2d(4, 8, 3, padding=1), (2, 4, 6, 6), (2, 8, 6, 6)),
-    "linear": (lambda: nn.Linear(4, 8), (2, 5, 4), (2, 5, 8)),
-    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 8, 3, padding=1), (2, 4, 6, 6), (2, 8, 6, 6)),
-    "gelu": (lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU()), (2, 5, 4), (2, 5, 8)),
-}
-
-
-@pytest.mark.parametrize("operation", [torch.add, torch.mul, torch.sub], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", LAYERS)
-def test_an_operand_may_make_the_result_larger(name, operation):
-    make, shape, result = LAYERS[name]
-    model, x, y = Fused(make(), operation).eval(), torch.randn(shape), torch.randn(result)
-    quantized = dbrq.quantize(model, [(x, y)])
-    graph, lowered = dbrq.rewrite(quantized, (x, y)), dbrq.lower(quantized, (x, y), backend="onednn")
-    one, rest = y[:1], [-1] * (y.dim() - 1)
-    calls = [(x[:1], y), (x[:1], one.expand(5, *rest)), (x, one), (x, one.expand(2, *rest)), (x, y[..., :1]),
-             (x, y[..., :1].expand(result)), (x[:1], torch.randn(5, *[1] * (y.dim() - 1))), (x[1:], y)]  # fmt: skip
-    for a, b in calls * 2:
-        expected = graph(a, b)
-        torch.testing.assert_close(lowered(a, b), expected, atol=2e-5 * float(expected.abs().max()) + 1e-6, rtol=1e-5)
-    with pytest.raises(RuntimeError, match="must match"):
-        lowered(x, torch.randn([1] * y.dim()).expand(*[7] * y.dim()))
-
-
-def negative(x: Tensor) -> Tensor:
-    """The same numbers, held as their negatives."""
-    return torch._neg_view(-x)
-
-
-class Conjugated(nn.Module):
-    """Holds a tensor with the negative bit, and makes some on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 4)
-        self.register_buffer("shift", negative(torch.randn(16)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.view_as_complex(self.a(x).unflatten(-1, (16, 2)))
-        return self.b(z.conj().imag + self.shift) + self.b((z.conj() * z.conj()).imag)
-
-
-def test_negative_and_conjugate_bits_are_no_part_of_the_memory():
-    model, x = Conjugated().eval(), torch.randn(8, 16)
-    quantized = dbrq.quantize(model, [x])
-    lowered = dbrq.lower(quantized, negative(x), backend="onednn")
-    expected = quantized(x)
-    for given in (x, negative(x), torch.complex(torch.randn(8, 16), -x).conj().imag, x):
-        assert torch.equal(given, x)
-        torch.testing.assert_close(lowered(given), expected, atol=0.02 * float(expected.abs().max()), rtol=0.0)
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(12, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool1d(F.max_pool1d(self.a(x), 3, 3), 3, 2, 1, 2)
-
-
-@pytest.mark.parametrize("example", [False, True])
-def test_a_result_of_torch_may_have_other_strides_than_when_it_was_traced(example):
-    """A dilated ``max_pool1d`` looks whether a dispatch mode is active, as one is while a plan is made."""
-    model, x = Pooled().eval(), torch.randn(2, 6, 12)
-    quantized = dbrq.quantize(model, [x])
-    lowered = dbrq.lower(quantized, x if example else x[:1], backend="onednn")
-    expected = dbrq.rewrite(quantized, x)(x)
-    for _ in range(3):
-        torch.testing.assert_close(lowered(x), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_result_of_another_shape_is_an_error():
-    x = torch.randn(3, 4)
-    planned = _as_planned(Value(Buffer(Kind.FRESH, 48, None, 0), (3, 4), torch.float32, (4, 1)), "layer")
-    turned = x.t().contiguous().t()
-    assert torch.equal(planned(turned), x) and planned(turned).stride() == (4, 1) and planned(x) is x
-    for wrong in (x[:2], x.double(), None):
-        with pytest.raises(OneDNNError, match="please report"):
-            planned(wrong)
