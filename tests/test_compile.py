@@ -9,8 +9,6 @@ from torch import nn
 import dbrq
 from tests.helpers.training import BATCH, close, small_net
 
-# torch.compile
-
 
 @pytest.mark.parametrize("where", ["root", "root in place", "child", "child in place", "prepared", "converted"])
 def test_compiled(where, tmp_path):

@@ -224,7 +224,7 @@ def test_a_fused_value_is_never_rounded_in_between():
     torch.testing.assert_close(run(fused, x), expected, atol=2e-3, rtol=1e-3)
 
 
-# Fusion
+# What fuses, and what does not
 
 
 class Root(nn.Module):

@@ -12,8 +12,6 @@ from tests.helpers.models import Call
 from tests.helpers.running import convert
 from tests.helpers.training import BATCH, V, close, converted_net, small_net
 
-# Converted and lowered models
-
 REFUSED = {
     "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),

@@ -16,9 +16,6 @@ def _twice(conv, x):
     return F.conv2d(x, conv.weight, conv.bias, padding=1) * 2.0
 
 
-# Modules as torch and users see them
-
-
 @phases
 def test_type_attributes_and_methods_stay(phase):
     model = in_phase(phase, net, X)

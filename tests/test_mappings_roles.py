@@ -30,9 +30,6 @@ def of_role(*roles: Role) -> list[str]:
     return [row.name for row in TABLE if row.role in roles]
 
 
-# Roles. Every model feeds an op from int8 layers and feeds its result to another one.
-
-
 def recorded(model: nn.Module, name: str) -> list:
     return [op for op in state_of(model).token.record.ops if op.op == name]
 

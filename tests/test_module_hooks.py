@@ -11,8 +11,6 @@ import dbrq
 from tests.helpers.running import convert
 from tests.helpers.training import BATCH, close, recipes, small_net
 
-# Hooks
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -33,9 +33,6 @@ def test_a_leaf_whose_bias_is_parametrized():
     assert sqnr(run(model.eval(), Z), run(quantized_on(model, Z), Z)) > 25
 
 
-# Parametrizations
-
-
 class Halved(nn.Module):
     def forward(self, weight):
         return weight * 0.5

@@ -21,9 +21,6 @@ def ledger(monkeypatch):
     return fresh
 
 
-# The ledger, and guarded memory
-
-
 def test_a_trial_runs_once_for_each_key_also_from_several_threads(ledger):
     ran = []
 

@@ -15,8 +15,6 @@ from dbrq.hidden_state import state_of
 from tests.helpers.models import Call
 from tests.helpers.training import BATCH, MAPPINGS, V, close, prepared_net, recipes
 
-# Prepared models
-
 
 @recipes
 def test_training_a_prepared_model(mapping):

@@ -21,8 +21,6 @@ from tests.helpers.models import Call
 from tests.helpers.phases import Net, X, in_phase, models, net, phases
 from tests.helpers.running import convert, run
 
-# The user's things
-
 
 class Chaotic(nn.Module):
     """Uses every random generator, has batch norm and dropout, and counts its calls."""

@@ -126,7 +126,7 @@ def test_a_module_never_reached():
         assert torch.equal(run(converted, (x, True)), run(model, (x, True)))
 
 
-# What the float model does, the quantized one does
+# At run time
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -138,7 +138,7 @@ def test_what_is_not_a_number_at_run_time_is_no_crash(value):
     assert run(converted, bad).shape == run(model, bad).shape
 
 
-# Data
+# What ``calibrate`` and models take
 
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}

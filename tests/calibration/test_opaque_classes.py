@@ -11,8 +11,6 @@ from tests.helpers.judging import sqnr
 from tests.helpers.running import convert, run
 from tests.helpers.trees import Leaf, Tree
 
-# Classes that are not looked into
-
 
 class Opaque(nn.Module):
     """With control flow that no recording could hold."""

@@ -35,9 +35,6 @@ def calibrated(model: nn.Module, data: list) -> nn.Module:
     return dbrq.convert(prepared)
 
 
-# Weights that forward changes
-
-
 def halved_buffer(m: Layers, x: Tensor) -> Tensor:
     y = F.linear(F.relu(m.a(x)), m.fast)
     m.fast.mul_(0.5)

@@ -16,9 +16,6 @@ from tests.helpers.phases import X, net
 from tests.helpers.running import convert, run
 from tests.helpers.trees import DEFAULT, LAYERS, Leaf, Tree, everything, in_float, in_float_by_fx
 
-# Who gets which
-
-
 MAPPINGS = {
     "global None": (lambda m: m.set_global(None), LAYERS),
     "module class": (lambda m: m.set_object_type(nn.Linear, None), LAYERS),

@@ -14,9 +14,6 @@ def small_images(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (2, 4, 8, 8))
 
 
-# Aliases
-
-
 def read_after_add(m, x):
     a = m.first(x)
     b = m.second(x)

@@ -12,9 +12,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# cat and stack
-
-
 CATS = {
     "list": lambda x, y: torch.cat([x, y], 1),
     "tuple": lambda x, y: torch.cat((x, y), 1),

@@ -18,9 +18,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Convolutions
-
-
 def conv_example(ndim: int) -> torch.Tensor:
     return torch.randn(2, 4, *SIZES[ndim])
 

@@ -14,8 +14,6 @@ from tests.helpers.judging import sqnr
 from tests.helpers.models import ROWS, Rows
 from tests.helpers.running import quantized, quietly
 
-# Derivatives in forward, and of a converted model
-
 
 def forces(m: Rows, x: Tensor) -> Tensor:
     with torch.enable_grad():

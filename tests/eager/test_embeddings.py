@@ -15,9 +15,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Embeddings
-
-
 class Scaled(nn.Embedding):
     """A subclass with a forward of its own: it is looked into, not replaced."""
 

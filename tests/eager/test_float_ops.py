@@ -9,8 +9,6 @@ from tests.helpers.judging import assert_matches, assert_precision, rows
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
 
-# Ops without a kernel
-
 
 @by_name(
     {

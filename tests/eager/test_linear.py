@@ -16,9 +16,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Linear
-
-
 LINEAR_INPUTS = {"2-d": (5, 16), "3-d": (3, 5, 16), "4-d": (2, 3, 5, 16), "1-d": (16,)}
 
 
@@ -181,7 +178,7 @@ def test_a_bias_computed_in_forward_is_added_in_float():
     assert sqnr(run(model.eval(), Z), run(converted, Z)) > 25
 
 
-# Values that no op made, and moves that leave the range
+# Values that no op made
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Pools and activations
-
-
 POOLS = {
     "max_pool2d module": nn.MaxPool2d(2),
     "max_pool2d options": nn.MaxPool2d(3, stride=2, padding=1, dilation=1, ceil_mode=True),

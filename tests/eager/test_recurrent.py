@@ -356,7 +356,7 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Recurrent layers
+# Modules in dynamic mode
 
 
 @by_name(

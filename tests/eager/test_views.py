@@ -16,9 +16,6 @@ def by_name(cases: dict, *names: str):
     return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
-# Ops that move elements
-
-
 MOVES = {
     "view": lambda x: x.view(x.size(0), -1),
     "view twice": lambda x: x.view(2, 8, -1).view(2, 8, 10, 10),

@@ -13,8 +13,7 @@ from dbrq.errors import DeviationError, RewriteError
 from tests.helpers.rewriting import assert_same, cases, model, seq
 from tests.helpers.running import run
 
-# Sizes and values that become decisions: (forward, the example, the same outcome, another outcome)
-
+#: forward, the example, the same outcome, another outcome
 SIZE_DECISIONS = {
     "if n > 4": (lambda m, x: m.last(m.fc(x) if x.size(1) > 4 else x), seq(), seq(3, 7), seq(2, 3)),
     "range(n)": (lambda m, x: m.last(sum(m.fc(x)[:, i] for i in range(x.size(1)))), seq(), seq(3), seq(2, 3)),

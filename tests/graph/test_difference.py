@@ -5,8 +5,6 @@ import torch
 from dbrq.graph.difference import difference
 from dbrq.graph.trials import perturbed
 
-# The measure itself
-
 
 def outcomes(expected, got, noise=0.0):
     generator = torch.Generator().manual_seed(1)

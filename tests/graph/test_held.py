@@ -38,9 +38,6 @@ def assert_alike(got, expected):
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
-# State and containers that a graph does not keep
-
-
 def cached(s, x, cache):
     h = s.a(x)
     cache.append(h)

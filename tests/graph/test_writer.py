@@ -10,8 +10,6 @@ import dbrq
 from tests.helpers.rewriting import assert_close, assert_same, cases, image, model, rewritten, seq
 from tests.helpers.running import convert, run
 
-# How the graph reads
-
 
 class Block(nn.Module):
     def __init__(self):

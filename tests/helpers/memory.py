@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 
-# Handles
-
 
 def resident() -> int:
     """This process's memory, in bytes."""

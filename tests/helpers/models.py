@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Building blocks
-
 
 class Call(nn.Module):
     """A function as a module, with the modules and parameters it uses as its attributes: ``fn(self, *inputs)``.

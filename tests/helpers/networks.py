@@ -45,8 +45,6 @@ MIXED = ["conv1d plain", "conv2d plain", "conv + relu, int8", "linear + relu, fl
          "layer_norm", "average, padded", "query, key and value", "pointwise"]  # fmt: skip
 
 
-# What must raise
-
 MODELS = {
     "conv": (conv, (2, 4, 9, 9)), "image": (lambda: conv(2, 3, padding=1), (2, 3, 9, 9)), "pointwise": (pointwise, BIG),
     "conv1d": (lambda: conv(1), (2, 4, 9)), "conv3d": (lambda: conv(3), (2, 4, 9, 9, 9)), "sum": (two(same), IMAGE),
@@ -118,8 +116,6 @@ CONTAINERS: dict[str, Callable] = {
 def two_layers(fn: Callable) -> nn.Module:
     return Call(fn, inputs=1, a=nn.Linear(16, 16), b=nn.Linear(16, 16), w=torch.randn(16)).eval()
 
-
-# Outputs own their memory
 
 OUTPUTS: dict[str, Callable] = {
     "a layer's": lambda m, x: m.a(x),

@@ -60,9 +60,6 @@ def computing(model: Any) -> Counter:
     return Counter("layer" if head in LAYER_STEPS else head for head in heads if head not in MOVING)
 
 
-# Judging
-
-
 def on_grid(graph: fx.GraphModule, x: Any) -> Any:
     """Inputs that stay as they are when the graph quantizes them."""
     given = x if isinstance(x, tuple) else (x,)
@@ -139,9 +136,6 @@ def table(*parts: dict[str, Case], outs: tuple = ("float", "int8")) -> Callable:
             marks = [] if why is None else [pytest.mark.xfail(strict=True, reason=why)]
             params.append(pytest.param(name, case, out, id=f"{name}-{out}", marks=marks))
     return pytest.mark.parametrize("name, case, out", params)
-
-
-# Sums that stock kernels do not have
 
 
 def residual(fn: Callable, layer: Callable = same, **parts: Callable) -> Callable[[], nn.Module]:

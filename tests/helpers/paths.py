@@ -147,9 +147,6 @@ def scaled(run: Run, factor: float) -> Run:
     return Run(tuple(map(change, run.args[:1])) + run.args[1:], run.attributes)
 
 
-# Paths never recorded
-
-
 def matches(message: str, path: str, op: str) -> bool:
     """Whether a warning is about this module path and op; what it says after "runs in float" is about others."""
     head = message.partition(" runs in float")[0]

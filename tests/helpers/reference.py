@@ -21,8 +21,6 @@ from dbrq.pytree import tree_leaves, tree_map
 from dbrq.record.record import SeenOp
 from tests.helpers.running import run
 
-# The reference
-
 
 def fake_quantize(x: Tensor, q: QParams) -> Tensor:
     levels = torch.clamp(torch.round(x / q.scale) + q.zero_point, q.quant_min, q.quant_max)

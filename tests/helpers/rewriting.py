@@ -13,8 +13,6 @@ from dbrq.pytree import call_arguments, tree_leaves
 from tests.helpers.judging import agreement, sqnr, step_of
 from tests.helpers.running import convert, run
 
-# How a case is judged
-
 
 class Parts(nn.Module):
     """Layers for the forwards below. ``[b, t, 8]`` or ``[b, 3, h, w]`` in."""

@@ -25,9 +25,6 @@ AGREEING = 0.999
 DECIBELS = 0.5
 
 
-# Running things
-
-
 def has_compiler() -> bool:
     """Whether the inductor backend can run."""
     try:

@@ -15,8 +15,6 @@ from tests.helpers.paths import (
     table,
 )
 
-# Reports
-
 
 def test_a_model_of_one_path_has_no_second_table():
     quantized = dbrq.quantize(nn.Sequential(*linears(2)), [data()])

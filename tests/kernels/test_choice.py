@@ -27,9 +27,6 @@ def ledger(monkeypatch):
     return fresh
 
 
-# Planted faults
-
-
 def model_and_input() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(288, 5))

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from tests.helpers.patterns import IMAGE
 
-# What dbrq relies on in torch's kernels, and what it keeps away from them
-
-
 WEIGHT = (torch.arange(8 * 8 * 9) % 19 - 9).to(torch.int8).reshape(8, 8, 3, 3)
 conv_sum, qlinear = torch.ops.onednn.qconv2d_pointwise, torch.ops.onednn.qlinear_pointwise
 

@@ -18,8 +18,6 @@ from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify
 from tests.helpers.patterns import ACTIVATIONS, CONVS, INTEGERS, MATMUL_CASES, SHARED, SUMS, made
 from tests.helpers.running import convert
 
-# The engine
-
 EXERCISING = [  # cases that between them make every rewrite
     ("conv2d x * sigmoid(x)", "int8"), ("conv2d ReLU()", "float"), ("linear GELU(approximate='none')", "float"),
     ("linear GELU(approximate='tanh')", "int8"), ("conv + relu, int8", "int8"), ("conv + relu, int8", "float"),

@@ -13,8 +13,6 @@ from torch import Tensor
 import dbrq
 from tests.helpers.calls import BACKENDS, Cases, calls, check_draws
 
-# Random numbers
-
 RANDOM: dict[str, Callable[[Cases, Tensor], Tensor]] = {
     "bernoulli of probabilities": lambda m, x: torch.bernoulli(m.scale),
     "bernoulli of a number": lambda m, x: torch.bernoulli(m.table, 0.5),

@@ -137,7 +137,7 @@ def test_looking_at_a_model_does_not_advance_it(look, backend):
     assert torch.equal(random, torch.get_rng_state())
 
 
-# State
+# State that forward keeps
 
 
 class Stateful(nn.Module):

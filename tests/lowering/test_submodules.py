@@ -254,7 +254,7 @@ def assert_alike(got, expected):
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
-# Models in parts
+# Parts and the code around them
 
 
 class Block(nn.Module):

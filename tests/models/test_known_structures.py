@@ -10,8 +10,6 @@ from tests.helpers.judging import assert_matches, assert_precision, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
 
-# Known structures
-
 
 class ConvReluAdd(nn.Module):
     """conv, relu, add, with a branch that is computed and not used."""

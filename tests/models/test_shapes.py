@@ -15,9 +15,6 @@ def small_images(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (2, 4, 8, 8))
 
 
-# Shapes
-
-
 def test_reshape_by_the_batch_leaves_the_batch_free():
     model = Call(
         lambda m, x: m.last(m.conv(x).reshape(x.size(0), -1)), conv=nn.Conv2d(4, 4, 1), last=nn.Linear(256, 30)

@@ -13,8 +13,6 @@ from tests.helpers.judging import assert_matches, assert_precision, assert_same_
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
 
-# Structure
-
 
 def test_nested_sequentials():
     inner = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Conv2d(8, 8, 1))))

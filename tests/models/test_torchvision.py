@@ -15,8 +15,6 @@ from tests.helpers.onednn import lower
 from tests.helpers.patterns import settled
 from tests.helpers.running import run
 
-# Models people use
-
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(), (1, 3, 64, 64)),
     "squeezenet": (lambda: torchvision.models.squeezenet1_1(), (1, 3, 64, 64)),

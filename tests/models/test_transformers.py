@@ -12,8 +12,6 @@ from tests.helpers.judging import assert_matches, assert_precision, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import run
 
-# Attention
-
 
 @by_name(
     {

@@ -11,8 +11,6 @@ from tests.helpers.judging import assert_matches, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
 
-# Types
-
 
 def test_integer_inputs():
     model = Call(lambda m, x: m.conv(x / 255.0), conv=nn.Conv2d(3, 8, 3))

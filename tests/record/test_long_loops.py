@@ -12,8 +12,6 @@ import dbrq
 from tests.helpers.control_flow_models import even, linears, trips
 from tests.helpers.paths import calibrated, call
 
-# Long loops, odd code
-
 
 class Long(nn.Module):
     def __init__(self):

@@ -11,8 +11,6 @@ from tests.helpers.control_flow_models import CASES, Off, Run, data, linears
 from tests.helpers.judging import assert_same_tree, sqnr
 from tests.helpers.paths import GOOD, assert_int8, assert_warned, call, heard, worst
 
-# Submodules called from outside
-
 
 class Pair(nn.Module):
     """What is called in parts: an encoder with two ways, and a decoder."""

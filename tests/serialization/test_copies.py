@@ -12,8 +12,6 @@ from dbrq import NotCalibratedError, QuantizationError
 from tests.helpers.phases import X, in_phase, models, net, phases, pickled, torch_saved
 from tests.helpers.running import convert, run
 
-# Copies and files
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": pickled,

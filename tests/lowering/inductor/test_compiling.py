@@ -31,9 +31,6 @@ if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
 
 
-# Nothing of the process
-
-
 def test_warnings_and_log_records_of_others_arrive_while_this_thread_is_quiet(caplog):
     from dbrq.quiet import quiet
 

@@ -42,9 +42,6 @@ def test_convolutions_of_one_channel(ndim):
         assert_same(model, quantized, torch.randn(shape[0], 1, *[shape[1]] * ndim))
 
 
-# What torch's passes or kernels do wrong
-
-
 class Between(nn.Module):
     """A function between two int8 layers."""
 

@@ -24,9 +24,6 @@ if not has_compiler():
 lowered = functools.partial(dbrq.lower, backend="inductor")
 
 
-# The model around the code
-
-
 @pytest.fixture(scope="module")
 def small() -> tuple[nn.Module, nn.Module]:
     """A converted model of images of any size, and its lowered form."""

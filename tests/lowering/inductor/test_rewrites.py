@@ -29,9 +29,6 @@ if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
 
 
-# What torch 2.13 does to graphs that are not rewritten first. When one of these fails, its rewrite can go.
-
-
 def unprepared(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> Any:
     monkeypatch.setattr(inductor, "prepare", lambda lowering: None)
     return lowered(dbrq.quantize(model.eval(), [x]), x)

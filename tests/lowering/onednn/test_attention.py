@@ -15,8 +15,6 @@ from tests.helpers.patterns import MATMUL_CASES, Case
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import convert, run
 
-# Matmuls and attention
-
 
 @table(MATMUL_CASES)
 def test_matmul(name, case, out):

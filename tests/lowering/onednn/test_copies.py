@@ -17,8 +17,6 @@ from tests.helpers.networks import CONTAINERS, Counts, by_network, name_for, net
 from tests.helpers.onednn import lower
 from tests.helpers.running import convert, run
 
-# Copies and files
-
 
 @by_network
 def test_copies(make, shape):

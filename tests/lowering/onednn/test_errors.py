@@ -20,8 +20,6 @@ from tests.helpers.onednn import assert_agrees, lower
 from tests.helpers.patterns import ASKED, settled
 from tests.helpers.running import convert, run
 
-# What must raise, and what must go on afterwards
-
 
 @functools.cache
 def bad_input_model(name: str) -> tuple[Any, Any, Tensor]:

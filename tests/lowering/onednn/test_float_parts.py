@@ -50,9 +50,6 @@ def quantized(function, *example):
     return dbrq.quantize(Net(function).eval(), [example])
 
 
-# Errors
-
-
 def test_a_value_of_no_dimensions_leaves_onednn_in_float32():
     q = quantized(lambda s, x: (s.a(x), (torch.arange(x.shape[0]).float() * 1.5).sum()), X)
     low = dbrq.lower(q, (X,), backend="onednn", dtype=torch.bfloat16)

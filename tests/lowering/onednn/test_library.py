@@ -29,9 +29,6 @@ def in_a_process(code: str, **variables: str) -> str:
     ).stdout
 
 
-# The library
-
-
 def test_the_library_is_found():
     lib = library()
     assert lib is library() and Path(lib.path).name.startswith("libdnnl")

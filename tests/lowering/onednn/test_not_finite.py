@@ -17,8 +17,6 @@ from tests.helpers.models import Call
 from tests.helpers.patterns import SIZES, conv
 from tests.helpers.running import convert, run
 
-# What is not finite
-
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 PARTS: dict[str, tuple[Callable[[], nn.Module], tuple, Any]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(16, 6)), (4, 16), None),

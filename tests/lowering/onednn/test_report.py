@@ -12,8 +12,6 @@ from tests.helpers.onednn import lower
 from tests.helpers.patterns import SIZES, conv
 from tests.helpers.running import convert, run
 
-# report and profile
-
 
 @by_network
 def test_report(make, shape):

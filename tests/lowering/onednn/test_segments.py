@@ -18,8 +18,6 @@ from tests.helpers.onednn import assert_agrees, computing, lower
 from tests.helpers.patterns import IMAGE, let, same
 from tests.helpers.running import convert, run
 
-# Models that write to memory, and that look at values
-
 
 class Counting(nn.Module):
     """Updates a buffer in forward."""
