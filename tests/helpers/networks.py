@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers.cases import let, settled
 from tests.helpers.models import Call
 from tests.helpers.onednn import lower
-from tests.helpers.patterns import BIG, IMAGE, MATMUL_CASES, conv, let, linear, pointwise, same, settled, two
+from tests.helpers.patterns import BIG, IMAGE, MATMUL_CASES, conv, linear, pointwise, same, two
 from tests.helpers.running import convert
 
 

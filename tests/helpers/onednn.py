@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -14,10 +13,11 @@ import dbrq
 from dbrq.graph.nodes import QUANTIZE
 from dbrq.lowering.engine import is_call
 from dbrq.lowering.onednn.values import PrimitiveStep
+from tests.helpers.cases import Case, last_step, made
 from tests.helpers.computing import counted
 from tests.helpers.judging import step_of
 from tests.helpers.models import Call
-from tests.helpers.patterns import DYNAMIC, WEIGHT_ONLY, Case, last_step, made, same
+from tests.helpers.patterns import DYNAMIC, WEIGHT_ONLY, same
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import convert, floats, graph_of, run
 
@@ -115,27 +115,12 @@ def assert_lowers(case: Case, out: str, expected: str | None, in_torch: bool = F
     return lowered
 
 
-def expected_of(case: Case, out: str) -> str:
-    """What oneDNN runs where stock kernels run what the case says: activations and sums are part of their layers."""
-    text = case.float if out == "float" else case.int8 or f"{case.float} {case.behind}"
-    found = counted(text)
+def expected_of(case: Case, out: str) -> str | None:
+    if case.onednn is not None:
+        return case.onednn[out == "int8"]
+    found = case.stock(out)
     layers = sum(found[name] for name in ("qconv", "qconv_sum", "qlinear", "convolution"))
     return f"layer*{layers} " + " ".join(f"torch:{name}" for name in ("softplus",) if found[name])
-
-
-#: Case -> why it fails for now.
-FAILING: dict[str, str] = {}
-
-
-def table(*parts: dict[str, Case], outs: tuple = ("float", "int8")) -> Callable:
-    """Runs a test for each case, with each kind of output."""
-    params = []
-    for name, case in (item for part in parts for item in part.items()):
-        for out in outs:
-            why = FAILING.get(name, FAILING.get(f"{name}-{out}"))
-            marks = [] if why is None else [pytest.mark.xfail(strict=True, reason=why)]
-            params.append(pytest.param(name, case, out, id=f"{name}-{out}", marks=marks))
-    return pytest.mark.parametrize("name, case, out", params)
 
 
 def residual(fn: Callable, layer: Callable = same, **parts: Callable) -> Callable[[], nn.Module]:

@@ -11,12 +11,11 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import nn
 from torch.ao.quantization import (
     PlaceholderObserver,
     QConfig,
@@ -28,74 +27,8 @@ from torch.ao.quantization import (
 )
 
 import dbrq
-from dbrq.lowering.engine import is_dequantize
+from tests.helpers.cases import Case, let
 from tests.helpers.models import Call
-from tests.helpers.running import run
-
-
-@dataclass
-class Case:
-    """A pattern, its example, what runs with float and int8 out ("": that and the layer behind), and that layer."""
-
-    make: Callable[[], nn.Module]
-    shape: tuple | Callable[[], Any]
-    float: str
-    int8: str = ""
-    behind: str = "qconv"
-    mapping: QConfigMapping | None = None
-
-    def example(self) -> Any:
-        return self.shape() if callable(self.shape) else torch.randn(self.shape)
-
-
-class Followed(nn.Module):
-    """A model and a layer that reads its (first) output as int8 and multiplies by one."""
-
-    def __init__(self, model: nn.Module, example: Any, behind: str) -> None:
-        super().__init__()
-        self.model = model
-        like = run(model, example)
-        like = like[0] if isinstance(like, tuple) else like
-        if behind == "qconv":
-            channels = like.shape[1]
-            self.behind = getattr(nn, f"Conv{like.dim() - 2}d")(channels, channels, 1, groups=channels, bias=False)
-            nn.init.ones_(self.behind.weight)
-        else:
-            self.behind = nn.Linear(like.shape[-1], like.shape[-1], bias=False)
-            nn.init.eye_(self.behind.weight)
-
-    def forward(self, *inputs):
-        out = self.model(*inputs)
-        return (self.behind(out[0]), *out[1:]) if isinstance(out, tuple) else self.behind(out)
-
-
-def let(value: Tensor, fn: Callable) -> Any:
-    """A local name inside a lambda."""
-    return fn(value)
-
-
-def settled(model: nn.Module) -> nn.Module:
-    """In eval mode, with batch-norm statistics that are not those of a new model."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            for mean, tensor in (
-                (1, module.weight),
-                (0, module.bias),
-                (0, module.running_mean),
-                (1, module.running_var),
-            ):
-                nn.init.uniform_(tensor, mean - 0.4, mean + 0.4)
-    return model.eval()
-
-
-def made(case: Case, out: str) -> tuple[nn.Module, Any]:
-    model, x = settled(case.make()), case.example()
-    return (Followed(model, x, case.behind).eval() if out == "int8" else model), x
-
-
-def last_step(graph: fx.GraphModule) -> float:
-    return [node for node in graph.graph.nodes if is_dequantize(node)][-1].args[1]
-
 
 # Convolutions
 
@@ -317,26 +250,31 @@ MORE_SUMS = {
     "another activation": Case(sum_of(lambda m, x: F.silu(x + m.a(x))), IMAGE, "quantize qconv_sum silu",
         "quantize*2 qconv_sum silu qconv"),
     "read twice": Case(sum_of(lambda m, x: let(x + m.a(x), lambda y: F.relu(y) * y)), IMAGE,
-        "quantize qconv_sum relu mul", "quantize*2 qconv_sum qconv relu mul"),
+        "quantize qconv_sum relu mul", "quantize*2 qconv_sum qconv relu mul", onednn=("layer relu*2", "layer*2 relu")),
     "an add that stays float, keywords": Case(sum_of(lambda m, x: torch.add(input=m.a(x), other=x)), IMAGE,
-        "...", mapping=ADD_FLOAT),
+        "...", mapping=ADD_FLOAT, onednn=("layer", "layer*2")),
     "one operand again": Case(sum_of(lambda m, x: let(m.a(x), lambda y: y + m.b(x) + y)), IMAGE,
-        "qconv qconv_sum add ...", "qconv*2 qconv_sum add ..."),
+        "qconv qconv_sum add ...", "qconv*2 qconv_sum add ...", onednn=("layer*2 add", "layer*3 add")),
 }  # fmt: skip
-UNFUSED = {  # what the kernels with a sum do not take
-    "conv1d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(1, 8)), (2, 8, 9), "qconv*2 add"),
-    "conv3d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(3, 8)), (2, 8, 4, 5, 3), "qconv*2 add"),
-    "other broadcasts": (sum_of(lambda m, x: m.a(x) + m.b(x).mean((2, 3), True)), IMAGE, "qconv*2 mean add"),
-    "layer broadcasts": (sum_of(lambda m, x: x + m.a(x[:, :, :1, :1])), IMAGE, "qconv add"),
-    "other is a parameter": (sum_of(lambda m, x: m.a(x) + m.w), IMAGE, "qconv add"),
-    "other is a parameter of its shape": (sum_of(lambda m, x: m.a(x) + m.v), IMAGE, "qconv add"),
-    "other is a number": (sum_of(lambda m, x: m.a(x) + 1.0), IMAGE, "qconv add"),
-    "other is of integers": (sum_of(lambda m, x: m.a(x) + (x > 0).long()), IMAGE, "qconv gt add"),
-    "alpha": (sum_of(lambda m, x: torch.add(m.a(x), x, alpha=2)), IMAGE, "qconv add"),
-    "x + conv(x) * 10": (sum_of(lambda m, x: x + m.a(x) * 10), IMAGE, "qconv mul add"),
-    "with itself": (sum_of(lambda m, x: let(m.a(x), lambda y: y + y)), IMAGE, "qconv add"),
+UNFUSED = {  # what the stock kernels with a sum do not take, and what oneDNN runs beside layers if it does not either
+    "conv1d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(1, 8)), (2, 8, 9), "qconv*2 add", "add"),
+    "conv3d": (sum_of(lambda m, x: m.a(x) + m.b(x), lambda: conv(3, 8)), (2, 8, 4, 5, 3), "qconv*2 add", "add"),
+    "other broadcasts": (sum_of(lambda m, x: m.a(x) + m.b(x).mean((2, 3), True)), IMAGE, "qconv*2 mean add",
+        "mean add"),
+    "layer broadcasts": (sum_of(lambda m, x: x + m.a(x[:, :, :1, :1])), IMAGE, "qconv add", "add"),
+    "other is a parameter": (sum_of(lambda m, x: m.a(x) + m.w), IMAGE, "qconv add", None),
+    "other is a parameter of its shape": (sum_of(lambda m, x: m.a(x) + m.v), IMAGE, "qconv add", None),
+    "other is a number": (sum_of(lambda m, x: m.a(x) + 1.0), IMAGE, "qconv add", "scale"),
+    "other is of integers": (sum_of(lambda m, x: m.a(x) + (x > 0).long()), IMAGE, "qconv gt add",
+        "torch:gt torch:long torch:add"),
+    "alpha": (sum_of(lambda m, x: torch.add(m.a(x), x, alpha=2)), IMAGE, "qconv add", "torch:add"),
+    "x + conv(x) * 10": (sum_of(lambda m, x: x + m.a(x) * 10), IMAGE, "qconv mul add", None),
+    "with itself": (sum_of(lambda m, x: let(m.a(x), lambda y: y + y)), IMAGE, "qconv add", "torch:add"),
 }  # fmt: skip
-MORE_SUMS |= {name: Case(*made, f"{runs} ...", f"{runs} qconv ...") for name, (*made, runs) in UNFUSED.items()}
+for name, (make, shape, runs, beside) in UNFUSED.items():
+    layers = 1 + runs.count("qconv*2")
+    primitives = None if beside is None else (f"layer*{layers} {beside}", f"layer*{layers + 1} {beside}")
+    MORE_SUMS[name] = Case(make, shape, f"{runs} ...", f"{runs} qconv ...", onednn=primitives)
 
 
 # Linear layers and matmuls

@@ -15,7 +15,8 @@ from dbrq.graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from dbrq.kernels import script
 from dbrq.lowering import lower_graph, torchscript
 from dbrq.lowering.engine import Lowering, is_dequantize, is_quantize, verify
-from tests.helpers.patterns import ACTIVATIONS, CONVS, INTEGERS, MATMUL_CASES, SHARED, SUMS, made
+from tests.helpers.cases import made
+from tests.helpers.patterns import ACTIVATIONS, CONVS, INTEGERS, MATMUL_CASES, SHARED, SUMS
 from tests.helpers.running import convert
 
 EXERCISING = [  # cases that between them make every rewrite

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import dbrq
+from tests.helpers.cases import Followed, let, made, settled
 from tests.helpers.judging import assert_close
 from tests.helpers.models import Call
 from tests.helpers.networks import BAD, MIXED, MODELS, NETWORKS, SHAPES, by_network, convnet
@@ -33,11 +34,7 @@ from tests.helpers.patterns import (
     SIZES,
     SUMS,
     TO_INT8,
-    Followed,
     conv,
-    let,
-    made,
-    settled,
     sum_of,
     three,
 )

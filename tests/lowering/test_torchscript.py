@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dbrq
+from tests.helpers.cases import Case, last_step, made, table
 from tests.helpers.computing import INT8_KERNELS, NAMES, calls, counted
 from tests.helpers.judging import step_of
 from tests.helpers.patterns import (
@@ -27,9 +27,6 @@ from tests.helpers.patterns import (
     SUMS,
     TO_INT8,
     WEIGHT_ONLY,
-    Case,
-    last_step,
-    made,
 )
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import convert, floats, graph_of, run
@@ -51,28 +48,20 @@ def assert_lowers(case: Case, out: str) -> None:
             unit, most, nearly = (last_step(graph), 2.5, 1.5) if in_steps else (step_of(b) * 255, 0.01, 0.001)
             apart = (a - b).abs() / unit
             assert apart.max() < most and (apart < nearly).float().mean() >= 0.999, f"{apart.max():.4f} off {name}"
-    expected = counted(case.float if out == "float" else case.int8 or f"{case.float} {case.behind}")
+    expected = case.stock(out)
     found = calls(lowered, x)
     if expected.pop("...", 0):
         found &= expected
     assert found == expected, f"{found} runs\n{lowered.code}"
 
 
-def table(*parts: dict[str, Case], outs: tuple = ("float", "int8")) -> Callable:
-    """Runs a test for each case, with each kind of output."""
-    cases = {name: case for part in parts for name, case in part.items()}
-    assert len(cases) == sum(map(len, parts))
-    named = pytest.mark.parametrize("case", cases.values(), ids=cases)
-    return lambda test: pytest.mark.parametrize("out", outs)(named(test))
-
-
 @table(CONVS, ACTIVATIONS, SUMS, MORE_SUMS, LINEAR_CASES, MATMUL_CASES, SHARED)
-def test_pattern(case, out):
+def test_pattern(name, case, out):
     assert_lowers(case, out)
 
 
 @table(INTEGERS, TO_INT8, outs=("int8",))
-def test_pattern_that_ends_in_int8(case, out):
+def test_pattern_that_ends_in_int8(name, case, out):
     assert_lowers(case, out)
 
 

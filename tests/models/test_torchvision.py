@@ -10,9 +10,9 @@ import torchvision
 from torch import nn
 
 import dbrq
+from tests.helpers.cases import settled
 from tests.helpers.judging import sqnr
 from tests.helpers.onednn import lower
-from tests.helpers.patterns import settled
 from tests.helpers.running import run
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.cases import Case, table
 from tests.helpers.models import Call
-from tests.helpers.onednn import assert_agrees, assert_lowers, computing, lower, steps, table
-from tests.helpers.patterns import MATMUL_CASES, Case
+from tests.helpers.onednn import assert_agrees, assert_lowers, computing, lower, steps
+from tests.helpers.patterns import MATMUL_CASES
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import convert, run
 

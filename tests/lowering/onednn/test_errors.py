@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
+from tests.helpers.cases import settled
 from tests.helpers.judging import assert_close
 from tests.helpers.models import Call
 from tests.helpers.networks import BAD, MODELS, network
 from tests.helpers.onednn import assert_agrees, lower
-from tests.helpers.patterns import ASKED, settled
+from tests.helpers.patterns import ASKED
 from tests.helpers.running import convert, run
 
 

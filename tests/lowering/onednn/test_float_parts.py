@@ -11,6 +11,7 @@ from torch import nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
+from tests.helpers.cases import let, made, settled
 from tests.helpers.judging import assert_close, sqnr
 from tests.helpers.models import Call
 from tests.helpers.networks import MIXED, by_network
@@ -26,10 +27,7 @@ from tests.helpers.patterns import (
     SUMS,
     TO_INT8,
     conv,
-    let,
-    made,
     same,
-    settled,
 )
 from tests.helpers.running import convert, floats, run
 

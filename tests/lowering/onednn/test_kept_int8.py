@@ -10,9 +10,10 @@ from torch import nn
 
 import dbrq
 from dbrq.lowering.onednn.values import PrimitiveStep
+from tests.helpers.cases import made
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, lower
-from tests.helpers.patterns import DYNAMIC, SHARED, made
+from tests.helpers.patterns import DYNAMIC, SHARED
 from tests.helpers.running import convert, run
 
 

@@ -7,6 +7,7 @@ out), and in front of a layer that reads int8 ("int8" out).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -18,20 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.cases import Case, Followed, let, table
 from tests.helpers.computing import counted
 from tests.helpers.judging import assert_close
 from tests.helpers.models import Call
-from tests.helpers.onednn import (
-    assert_agrees,
-    assert_lowers,
-    computing,
-    expected_of,
-    lower,
-    on_grid,
-    residual,
-    steps,
-    table,
-)
+from tests.helpers.onednn import assert_agrees, assert_lowers, computing, expected_of, lower, on_grid, residual, steps
 from tests.helpers.patterns import (
     ACTIVATIONS,
     ALIVE,
@@ -49,36 +41,15 @@ from tests.helpers.patterns import (
     SIZES,
     SUMS,
     TO_INT8,
-    Case,
-    Followed,
     behind_layer,
     conv,
-    let,
     same,
     three,
 )
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import convert, floats, run
 
-LAYER_STEPS = {"linear", *(f"{name}{n}d" for name in ("conv", "conv_transpose") for n in (1, 2, 3))}
-
-
 # Stock patterns
-
-#: What runs where stock kernels lead one to expect something else: with float and int8 out.
-INSTEAD = {
-    "read twice": ("layer relu*2", "layer*2 relu"),
-    "conv1d": ("layer*2 add", "layer*3 add"),
-    "conv3d": ("layer*2 add", "layer*3 add"),
-    "other broadcasts": ("layer*2 mean add", "layer*3 mean add"),
-    "layer broadcasts": ("layer add", "layer*2 add"),
-    "other is a number": ("layer scale", "layer*2 scale"),
-    "other is of integers": ("layer torch:gt torch:long torch:add", "layer*2 torch:gt torch:long torch:add"),
-    "alpha": ("layer torch:add", "layer*2 torch:add"),
-    "with itself": ("layer torch:add", "layer*2 torch:add"),
-    "one operand again": ("layer*2 add", "layer*3 add"),
-    "an add that stays float, keywords": ("layer", "layer*2"),
-}
 
 
 @table(CONVS, SUMS)
@@ -93,7 +64,7 @@ def test_spellings_of_functions(name, case, out):
 
 @table(MORE_SUMS, LINEAR_CASES)
 def test_sums_and_linear_layers(name, case, out):
-    assert_lowers(case, out, INSTEAD[name][out == "int8"] if name in INSTEAD else expected_of(case, out))
+    assert_lowers(case, out, expected_of(case, out))
 
 
 # Functions behind layers
@@ -131,7 +102,7 @@ BEHIND = {
 }
 EVERYWHERE = {
     f"{layer} {name}": Case(
-        behind_layer(make, fn), shape, "layer", "layer*2", "qlinear" if layer == "linear" else "qconv"
+        behind_layer(make, fn), shape, behind="qlinear" if layer == "linear" else "qconv", onednn=("layer", "layer*2")
     )
     for layer, (make, shape) in LAYERS.items()
     for name, fn in BEHIND.items()
@@ -141,7 +112,7 @@ EVERYWHERE = {
 @table(EVERYWHERE)
 def test_function_behind_a_layer(name, case, out):
     loose = {"most": 0.02} if "round" in name else {}
-    assert_lowers(case, out, getattr(case, out), **loose)
+    assert_lowers(case, out, expected_of(case, out), **loose)
 
 
 CHANNELS = functools.partial(torch.randn, 8, 1, 1)
@@ -163,7 +134,7 @@ OWN_SUMS = {
     "two functions between": (lambda m, x, y: F.elu(m.b(x)) * torch.sigmoid(F.softplus(y)), None, None),
 }
 OWN = {
-    f"{kind} {name}": Case(residual(fn, layer), shape, one, two, behind)
+    f"{kind} {name}": Case(residual(fn, layer), shape, behind=behind, onednn=tuple(runs))
     for kind, layer, shape, behind in (
         ("conv2d", same, IMAGE, "qconv"),
         ("conv1d", lambda: conv(1, 8, padding=1), (2, 8, 13), "qconv"),
@@ -171,14 +142,14 @@ OWN = {
         ("linear", lambda: nn.Linear(16, 16), (3, 7, 16), "qlinear"),
         ("linear 2-d", lambda: nn.Linear(16, 16), (5, 16), "qlinear"),
     )
-    for name, (fn, one, two) in OWN_SUMS.items()
+    for name, (fn, *runs) in OWN_SUMS.items()
     if kind in ("conv2d", "linear") or "input" in name
 }
 
 
 @table(OWN)
 def test_sum(name, case, out):
-    assert_lowers(case, out, getattr(case, out))
+    assert_lowers(case, out, expected_of(case, out))
 
 
 @pytest.mark.parametrize("name", ALIVE)
@@ -220,9 +191,8 @@ def test_an_other_operand_that_broadcasts_only_at_run_time(kind, out):
 
 def to_int8(fn: Callable, shape: Any = (3, 7, 16), one: str = "", behind: str = "qlinear", **parts: Any) -> Case:
     """``fn`` in front of a layer: its result is quantized by its own primitive, if ``one`` names it."""
-    return Case(
-        lambda: Call(lambda m, x: fn(m, x), **copy.deepcopy(parts)), shape, "", f"{one} layer" if one else "...", behind
-    )
+    runs = None, f"{one} layer" if one else None
+    return Case(lambda: Call(lambda m, x: fn(m, x), **copy.deepcopy(parts)), shape, behind=behind, onednn=runs)
 
 
 QUANTIZED = {
@@ -265,7 +235,7 @@ QUANTIZED = {
 
 @table(QUANTIZED, outs=("int8",))
 def test_float_in_int8_out(name, case, out):
-    assert_lowers(case, out, None if case.int8 == "..." else case.int8)
+    assert_lowers(case, out, expected_of(case, out))
 
 
 #: Pools that oneDNN has no kernel for: in torch, with the reason.
@@ -308,8 +278,7 @@ DECONVS = {
             getattr(nn, f"ConvTranspose{n}d")(4, **{"out_channels": 8, "kernel_size": 3, **options}), nn.ReLU()
         ),
         SIZES[n],
-        "layer",
-        "layer*2",
+        onednn=("layer", "layer*2"),
     )
     for name, n, options in [
         ("1d", 1, {}),
@@ -328,7 +297,7 @@ DECONVS = {
 
 @table(DECONVS)
 def test_transposed_convolution(name, case, out):
-    assert_lowers(case, out, getattr(case, out))
+    assert_lowers(case, out, expected_of(case, out))
 
 
 # Inputs that are shared; other kinds of quantization; fewer bits
@@ -350,7 +319,7 @@ def test_several_linears_of_one_input_quantize_it_once():
 def test_other_qconfigs(name, qconfig):
     """Seven bits; one scale for all output channels."""
     case = {**CONVS, **SUMS, **MORE_SUMS, **INTEGERS}[name]
-    made_case = Case(case.make, case.shape, case.float, case.int8, case.behind, QCONFIGS[qconfig])
+    made_case = dataclasses.replace(case, mapping=QCONFIGS[qconfig])
     lowered = assert_lowers(made_case, "int8", None)
     assert not lowered.in_torch
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
+from tests.helpers.cases import let
 from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, computing, lower
-from tests.helpers.patterns import IMAGE, let, same
+from tests.helpers.patterns import IMAGE, same
 from tests.helpers.running import convert, run
 
 
