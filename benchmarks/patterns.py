@@ -25,7 +25,8 @@ from dbrq.inspection.report import sqnr
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.of_inductor import pt2e
 
-from tests.helpers.int8_patterns import PATTERNS, Pattern, fusions
+from tests.helpers.cases import Case
+from tests.helpers.int8_patterns import PATTERNS, fusions
 
 PAGE = Path(__file__).parents[1] / "docs" / "patterns.md"
 HEAD = """# Patterns
@@ -61,7 +62,7 @@ def main() -> None:
         PAGE.write_text(f"{head}\n{table}\n")
 
 
-def row(pattern: Pattern) -> list[Any]:
+def row(pattern: Case) -> list[Any]:
     model, x = pattern.make(), pattern.example()
     calibration = [x, -x, 1.1 * x]
     quantized = dbrq.quantize(model, calibration)
@@ -82,7 +83,7 @@ def row(pattern: Pattern) -> list[Any]:
             round(sqnr(flat(expected), flat(their_output)), 1)]  # fmt: skip
 
 
-def of_pt2e(pattern: Pattern, model: nn.Module, x: Tensor, calibration: list[Tensor]) -> tuple[Counter, Any]:
+def of_pt2e(pattern: Case, model: nn.Module, x: Tensor, calibration: list[Tensor]) -> tuple[Counter, Any]:
     import torch._inductor.config as config
     from torch._inductor.utils import run_and_get_code
 

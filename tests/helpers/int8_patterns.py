@@ -1,33 +1,22 @@
-"""The int8 patterns that TorchInductor's x86 passes know, as models, for the tests and ``benchmarks/patterns.py``."""
+"""The int8 patterns that TorchInductor's x86 passes know, with what each becomes.
+
+Each has a layer behind that reads what it gives in int8. ``benchmarks/patterns.py`` shows what PT2E with the x86
+quantizer makes of it: the same, but for conv1d, which that has in float, and values that dbrq has in uint8 where PT2E
+has float32.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Pattern:
-    """A model and its example.
-
-    Attributes:
-        make: the model, in eval mode, always the same.
-        example: one call's inputs.
-        free: sizes of the first input that vary at inference.
-        bfloat16: float parts in bfloat16.
-    """
-
-    make: Callable[[], nn.Module]
-    example: Callable[[], Any]
-    free: tuple[int, ...] = ()
-    bfloat16: bool = False
+from tests.helpers.cases import Case
 
 
 class Chain(nn.Module):
@@ -140,20 +129,53 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-AFTER: dict[str, Callable[[Tensor], Tensor]] = {
-    "nothing": identity, "relu": torch.relu, "relu6": F.relu6, "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.7),
-    "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+#: Functions, and what convolutions and linear layers call them; None where they do not take them.
+AFTER: dict[str, tuple[Callable[[Tensor], Tensor], str | None, str | None]] = {
+    "nothing": (identity, "", ""), "relu": (torch.relu, " relu", " relu"), "relu6": (F.relu6, " hardtanh", None),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.7), " hardtanh", None), "hardswish": (F.hardswish, " hardswish", None),
+    "silu": (F.silu, " swish", None), "gelu": (F.gelu, None, " gelu"),
+    "gelu (tanh)": (lambda x: F.gelu(x, approximate="tanh"), None, " gelu"),
 }  # fmt: skip
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "conv2d": (lambda: conv(2), (2, 16, 8, 8)), "conv1d": (lambda: conv(1), (2, 16, 12)),
-    "linear": (linear, (4, 16)),
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "conv2d": (lambda: conv(2), (2, 16, 8, 8), "qconv"), "conv1d": (lambda: conv(1), (2, 16, 12), "qconv"),
+    "linear": (linear, (4, 16), "qlinear"),
 }  # fmt: skip
+#: What a sum of a layer with what another made becomes, and one of two branches; with a relu behind, or without.
+ADDED = {
+    "conv2d": ("qconv sum{} -> float32", "qconv sum{} -> uint8"),
+    "linear": ("qlinear add{} -> uint8", "qlinear add{} -> uint8"),
+}
+ATTENTION = "3 x qlinear -> {}; qlinear add -> uint8; qlinear gelu -> uint8; qlinear sum -> float32"
+OTHERS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], str, dict[str, Any]]] = [
+    ("linear + gelu, 3-d", lambda: Chain(linear(), F.gelu, linear()), (2, 5, 16),
+        "qlinear gelu -> uint8; qlinear -> float32", {}),
+    ("max_pool2d", Pool, (2, 16, 9, 9), "qconv relu -> uint8; qconv -> float32; quantized.max_pool2d", {}),
+    ("cat", Cat, (2, 16, 8, 8), "2 x qconv relu -> uint8; qconv -> float32", {}),
+    ("flatten", Flatten, (2, 16, 8, 8), "qconv relu -> uint8; qlinear -> float32; quantized.max_pool2d", {}),
+    ("one input of several conv2d", lambda: Shared(lambda: conv(2)), (2, 16, 8, 8),
+        "qconv relu -> float32; 2 x qconv -> float32", {}),
+    ("one input of several linear", lambda: Shared(linear), (4, 16),
+        "qlinear relu -> float32; 2 x qlinear -> float32", {}),
+    ("attention", Attention, (2, 6, 32), ATTENTION.format("float32"), {}),
+    ("conv2d + relu, free batch and size", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8),
+        "qconv relu -> uint8; qconv -> float32", {"free": (0, 2, 3)}),
+    ("linear + gelu, free batch", lambda: Chain(linear(), F.gelu, linear()), (4, 16),
+        "qlinear gelu -> uint8; qlinear -> float32", {"free": (0,)}),
+    ("attention, free batch and length", Attention, (2, 6, 32), ATTENTION.format("float32"), {"free": (0, 1)}),
+    ("conv2d + relu, bfloat16", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8),
+        "qconv relu -> uint8; qconv -> bfloat16", {"bfloat16": True}),
+    ("conv2d + add + relu, bfloat16", lambda: Residual((conv(), conv(), conv()), True, False), (2, 16, 8, 8),
+        "qconv relu -> uint8; qconv sum relu -> float32; qconv -> bfloat16", {"bfloat16": True}),
+    ("linear + gelu, bfloat16", lambda: Chain(linear(), F.gelu, linear()), (4, 16),
+        "qlinear gelu -> uint8; qlinear -> bfloat16", {"bfloat16": True}),
+    ("attention, bfloat16", Attention, (2, 6, 32), ATTENTION.format("bfloat16"), {"bfloat16": True}),
+]  # fmt: skip
 
 
-def _patterns() -> dict[str, Pattern]:
-    found: dict[str, Pattern] = {}
+def _patterns() -> dict[str, Case]:
+    found: dict[str, Case] = {}
 
-    def add(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any) -> None:
+    def add(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], inductor: str, **options: Any) -> None:
         def seeded() -> nn.Module:
             torch.manual_seed(0)
             return make().eval()
@@ -161,36 +183,34 @@ def _patterns() -> dict[str, Pattern]:
         def example() -> Tensor:
             return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
-        found[name] = Pattern(seeded, example, **options)
+        found[name] = Case(seeded, example, inductor=inductor, **options)
 
-    for layer, (make, shape) in LAYERS.items():
-        for name, after in AFTER.items():
-            if name.startswith("gelu") and not layer.startswith("linear"):
-                continue
-            add(f"{layer} + {name}", lambda m=make, a=after: Chain(m(), a, m()), shape)
-        add(f"{layer} + relu, float out", lambda m=make: Chain(m(), torch.relu, None), shape)
+    def residual(make: Callable[[], nn.Module], relu: bool, swapped: bool) -> Callable[[], nn.Module]:
+        return lambda: Residual((make(), make(), make()), relu, swapped)
+
+    for layer, (make, shape, q) in LAYERS.items():
+        for name, (after, in_conv, in_linear) in AFTER.items():
+            post_op = in_linear if layer == "linear" else in_conv
+            if layer == "linear" or post_op is not None:
+                fused = "2 x qlinear -> float32" if post_op is None else f"{q}{post_op} -> uint8; {q} -> float32"
+                add(f"{layer} + {name}", lambda m=make, a=after: Chain(m(), a, m()), shape, fused)
+        add(f"{layer} + relu, float out", lambda m=make: Chain(m(), torch.relu, None), shape, f"{q} relu -> float32")
+        if layer == "conv1d":  # which becomes a conv2d, whatever follows
+            add("conv1d + add, other last", residual(make, False, False), shape,
+                "qconv relu -> uint8; qconv -> uint8; qconv -> float32")  # fmt: skip
+            add("conv1d + add + relu, other first", residual(make, True, True), shape,
+                "qconv relu -> float32; 2 x qconv -> float32")  # fmt: skip
+            continue
         for relu in (False, True):
-            words = f"{layer} + add{' + relu' if relu else ''}"
-            for swapped in (False, True) if layer != "conv1d" else (relu,):  # which becomes a conv2d, whatever follows
-                order = "other first" if swapped else "other last"
-                add(f"{words}, {order}", lambda m=make, r=relu, s=swapped: Residual((m(), m(), m()), r, s), shape)
-            if layer != "conv1d":
-                add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape)
-    add("linear + gelu, 3-d", lambda: Chain(linear(), F.gelu, linear()), (2, 5, 16))
-    add("max_pool2d", Pool, (2, 16, 9, 9))
-    add("cat", Cat, (2, 16, 8, 8))
-    add("flatten", Flatten, (2, 16, 8, 8))
-    add("one input of several conv2d", lambda: Shared(lambda: conv(2)), (2, 16, 8, 8))
-    add("one input of several linear", lambda: Shared(linear), (4, 16))
-    add("attention", Attention, (2, 6, 32))
-    add("conv2d + relu, free batch and size", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8), free=(0, 2, 3))
-    add("linear + gelu, free batch", lambda: Chain(linear(), F.gelu, linear()), (4, 16), free=(0,))
-    add("attention, free batch and length", Attention, (2, 6, 32), free=(0, 1))
-    add("conv2d + relu, bfloat16", lambda: Chain(conv(), torch.relu, conv()), (2, 16, 8, 8), bfloat16=True)
-    add("conv2d + add + relu, bfloat16", lambda: Residual((conv(), conv(), conv()), True, False), (2, 16, 8, 8),
-        bfloat16=True)  # fmt: skip
-    add("linear + gelu, bfloat16", lambda: Chain(linear(), F.gelu, linear()), (4, 16), bfloat16=True)
-    add("attention, bfloat16", Attention, (2, 6, 32), bfloat16=True)
+            words = f"{layer} + add{' + relu' * relu}"
+            one, two = (text.format(" relu" * relu) for text in ADDED[layer])
+            for order in ("other last", "other first"):
+                add(f"{words}, {order}", residual(make, relu, order == "other first"), shape,
+                    f"{q} relu -> uint8; {one}; {q} -> float32")  # fmt: skip
+            add(f"{words}, two branches", lambda m=make, r=relu: TwoBranches((m(), m(), m()), r), shape,
+                f"{q} -> uint8; {two}; {q} -> float32")  # fmt: skip
+    for name, make, shape, inductor, options in OTHERS:
+        add(name, make, shape, inductor, **options)
     return found
 
 
