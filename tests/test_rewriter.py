@@ -12,6 +12,7 @@ from torch import nn
 
 import dbrq
 from dbrq.errors import DeviationError, QuantizationError, RewriteError
+from tests.helpers.graphs import X, lowered, quantized
 from tests.helpers.judging import sqnr
 from tests.helpers.rewriting import assert_close, assert_same, cases, model, rewritten, seq
 from tests.helpers.running import convert, run
@@ -122,29 +123,6 @@ def test_a_disagreement_of_graph_and_model_raises_unless_the_model_disagrees_wit
     monkeypatch.setattr(dbrq.rewriter, "_record", negated)
     with pytest.raises(dbrq.RewriteError, match="does not give what the model gives"):
         dbrq.rewrite(quantized, example)
-
-
-X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-
-
-class Net(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
-
-    def forward(self, *args):
-        return self.function(self, *args)
-
-
-def quantized(function, *example):
-    torch.manual_seed(0)
-    return dbrq.quantize(Net(function).eval(), [example])
-
-
-def lowered(q, backend, *example):
-    if backend == "inductor":
-        pytest.importorskip("torch._inductor")
-    return dbrq.rewrite(q, example) if backend == "rewrite" else dbrq.lower(q, example, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["rewrite", "torchscript", "onednn"])

@@ -12,27 +12,7 @@ from torch import Tensor, nn
 
 import dbrq
 from tests.helpers.judging import rows, sqnr
-
-
-class Layers(nn.Module):
-    def __init__(self, code: Callable) -> None:
-        super().__init__()
-        self.code = code
-        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        return self.code(self, x)
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 12, 16, generator=generator) for _ in range(3)]
-
-
-def calibrated(model: nn.Module, data: list) -> nn.Module:
-    prepared = dbrq.prepare(model.eval(), data[0])
-    dbrq.calibrate(prepared, data)
-    return dbrq.convert(prepared)
+from tests.helpers.written import Layers, batches, calibrated
 
 
 def halved_buffer(m: Layers, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import dbrq
 from tests.helpers.judging import sqnr
 from tests.helpers.models import IMAGES, ROWS, Images, Rows
 from tests.helpers.running import quantized, quietly, run
+from tests.helpers.written import Layers, batches, calibrated
 
 # Biases, weights
 
@@ -175,27 +176,6 @@ def test_inputs_that_cannot_be_copied() -> None:
 
     with pytest.raises(dbrq.ConfigurationError, match="copied"):
         dbrq.prepare(nn.Sequential(nn.Linear(16, 4)), ROWS[0].as_subclass(Plain))
-
-
-class Layers(nn.Module):
-    def __init__(self, code: Callable) -> None:
-        super().__init__()
-        self.code = code
-        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        return self.code(self, x)
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 12, 16, generator=generator) for _ in range(3)]
-
-
-def calibrated(model: nn.Module, data: list) -> nn.Module:
-    prepared = dbrq.prepare(model.eval(), data[0])
-    dbrq.calibrate(prepared, data)
-    return dbrq.convert(prepared)
 
 
 # Writes to int8 weights

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dbrq
 from dbrq.errors import SeveralPathsError
 from dbrq.hidden_state import state_of
+from tests.helpers.graphs import X, Y, assert_alike
 from tests.helpers.judging import sqnr
 from tests.helpers.running import run
 
@@ -245,13 +246,6 @@ def test_it_says_what_it_did(capsys):
     dbrq.lower(converted, runs[0], verbose=True)
     said = capsys.readouterr().err
     assert "stem: lowered" in said and "inner: not lowered as one part: 2 paths" in said
-
-
-X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-
-
-def assert_alike(got, expected):
-    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
 # Parts and the code around them

@@ -12,6 +12,7 @@ from torch.ao.quantization import QConfigMapping
 
 import dbrq
 from tests.helpers.cases import let, made, settled
+from tests.helpers.graphs import X, quantized
 from tests.helpers.judging import assert_close, sqnr
 from tests.helpers.models import Call
 from tests.helpers.networks import MIXED, by_network
@@ -30,22 +31,6 @@ from tests.helpers.patterns import (
     same,
 )
 from tests.helpers.running import convert, floats, run
-
-X, Y, Z = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-
-
-class Net(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
-
-    def forward(self, *args):
-        return self.function(self, *args)
-
-
-def quantized(function, *example):
-    torch.manual_seed(0)
-    return dbrq.quantize(Net(function).eval(), [example])
 
 
 def test_a_value_of_no_dimensions_leaves_onednn_in_float32():
