@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import logging
 import operator
 import re
-import shutil
-import subprocess
-import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +16,7 @@ from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 from torch.overrides import TorchFunctionMode
 
 from dbrq import _torch
-from dbrq.quiet import quiet, quietly
-from tests import ROOT
+from dbrq.quiet import quietly
 
 aten = torch.ops.aten
 
@@ -172,6 +162,26 @@ def test_traceable_wrappers_are_told_from_tensors() -> None:
     assert _torch.is_traceable_wrapper_subclass(Traceable((2,)))
     assert not _torch.is_traceable_wrapper_subclass(torch.ones(2))
     assert not _torch.is_traceable_wrapper_subclass(Wrapper((2,)))
+
+
+def test_what_derivatives_and_transforms_are_on() -> None:
+    seen: list[tuple] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((_torch.is_wrapped(x), _torch.transform_level(), _torch.dual_level()))
+        return x.sum()
+
+    x = torch.ones(2, 3)
+    look(x)
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.hessian(look)(x)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    assert seen == [
+        (False, None, -1), (True, 1, -1), (True, 1, -1), (True, 1, 0), (True, 3, 0), (False, None, 0),
+    ]  # fmt: skip
 
 
 # Tensors
@@ -416,329 +426,3 @@ def test_a_compiled_module_keeps_the_module() -> None:
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)
     assert type(compiled).__name__ == "OptimizedModule" and compiled._modules[_torch.COMPILED] is module
-
-
-# Graphs
-
-
-def test_erased_nodes_say_so() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    y = graph.call_function(torch.relu, (x,))
-    assert not _torch.is_erased(y)
-    graph.erase_node(y)
-    assert _torch.is_erased(y) and not _torch.is_erased(x)
-
-
-def test_the_codegen_of_a_graph() -> None:
-    codegen, graph = fx.graph.CodeGen(), fx.Graph()
-    graph.set_codegen(codegen)
-    assert _torch.codegen_of(graph) is codegen
-
-
-def test_qualified_names_lead_back_to_functions() -> None:
-    names = {
-        torch.relu: "torch.relu", F.relu: "torch.nn.functional.relu", operator.getitem: "_operator.getitem",
-        aten.add.Tensor: "torch.ops.aten.add.Tensor", _torch.assert_: "torch._assert", len: "len",
-    }  # fmt: skip
-    assert {function: _torch.qualified_name(function) for function in names} == names
-
-
-def test_settings_of_sizes_hold_for_a_while() -> None:
-    import torch.fx.experimental._config as config
-
-    before = config.backed_size_oblivious
-    with _torch.shape_settings(backed_size_oblivious=not before):
-        assert config.backed_size_oblivious is not before
-    assert config.backed_size_oblivious is before
-
-
-def test_pytree() -> None:
-    tree = {"a": [torch.ones(1), 2], "b": (3,)}
-    flat, spec = _torch.pytree.tree_flatten(tree)
-    assert _torch.pytree.tree_leaves(tree)[1:] == [2, 3] == flat[1:] and isinstance(spec, _torch.pytree.TreeSpec)
-    assert _torch.pytree.tree_unflatten(flat, spec)["b"] == (3,)
-    assert _torch.pytree.tree_map(str, {"a": [1]}) == {"a": ["1"]}
-    assert _torch.pytree.tree_map_only(int, lambda i: i + 1, [1, "x"]) == [2, "x"]
-    paths = _torch.pytree.tree_flatten_with_path({"a": [1]})[0]
-    assert len(paths) == 1 and paths[0][1] == 1 and [str(key) for key in paths[0][0]] == ["['a']", "[0]"]
-
-
-# TorchScript
-
-
-def test_schemas_by_name() -> None:
-    schemas = _torch.schemas_of("aten::add")
-    tensor = next(s for s in schemas if s.overload_name == "Tensor")
-    assert [a.name for a in tensor.arguments] == ["self", "other", "alpha"] and tensor.arguments[2].kwarg_only
-    assert all(
-        s.arguments[0].alias_info.is_write for s in _torch.schemas_of("aten::add_") if s.overload_name == "Tensor"
-    )
-    assert any("out" in s.overload_name for s in schemas) and not _torch.schemas_of("aten::no_such_op")
-
-
-@torch.jit._overload
-def _overloaded(x: int) -> int: ...
-
-
-@torch.jit._overload
-def _overloaded(x: str) -> str: ...
-
-
-def _overloaded(x):
-    return x
-
-
-def test_what_torchscript_takes_functions_for() -> None:
-    assert _torch.find_builtin(torch.relu) == "aten::relu"
-    assert _torch.find_builtin(test_pytree) is None
-    assert _torch.script_name(F.relu) == "__torch__.torch.nn.functional.relu"
-    assert F.max_pool2d in _torch.boolean_dispatched and F.relu not in _torch.boolean_dispatched
-    assert _torch.script_overloads(_torch.script_name(_overloaded))  # torch forgets those that it has compiled
-    assert not _torch.script_overloads(_torch.script_name(F.relu))
-    torch.jit.frontend.get_jit_def(F.relu, "relu")
-
-
-def test_optional_values_that_are_given() -> None:
-    assert _torch.unwrap_optional(3) == 3 and _torch.unwrap_optional.__name__ == "_unwrap_optional"
-    with pytest.raises(AssertionError):
-        _torch.unwrap_optional(None)
-
-
-def test_plans_of_methods_are_freed() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    scripted = quietly(torch.jit.script, Two())
-    scripted(torch.ones(1))
-    _torch.flush_plans(scripted.forward)
-    assert scripted(torch.ones(1)).item() == 2
-
-
-# torch.compile and torch.export
-
-
-def test_the_flag_of_compiling() -> None:
-    before = _torch.is_compiling_flag()
-    assert before is False and not torch.compiler.is_compiling()
-    _torch.set_is_compiling_flag(True)
-    try:
-        assert torch.compiler.is_compiling()
-    finally:
-        _torch.set_is_compiling_flag(before)
-    assert not torch.compiler.is_compiling()
-
-
-def test_a_skipped_function_is_not_compiled() -> None:
-    def seen(x: Tensor) -> Tensor:
-        return x + (2 if torch.compiler.is_compiling() else 1)
-
-    def skipped(x: Tensor) -> Tensor:
-        return inner(x) + (2 if torch.compiler.is_compiling() else 1)
-
-    def inner(x: Tensor) -> Tensor:
-        return x + (20 if torch.compiler.is_compiling() else 10)
-
-    _torch.skip_when_compiling(skipped, "because")
-    for function, expected in ((seen, 2), (skipped, 11)):
-        assert torch.compile(lambda x, function=function: function(x), backend="eager")(torch.zeros(1)) == expected
-    torch._dynamo.reset()
-
-
-def test_importing_dbrq_does_not_import_the_compiler() -> None:
-    code = "import sys, dbrq; print([m for m in sys.modules if m.startswith(('torch._dynamo', 'torch._inductor'))])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert out.stdout.strip().splitlines()[-1] == "[]"
-
-
-def test_the_compiler_is_loaded_on_many_threads() -> None:
-    threads = [threading.Thread(target=_torch.load_compiler) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert "torch._dynamo" in sys.modules
-
-
-def test_errors_and_loggers_of_export() -> None:
-    class Fixed(nn.Module):
-        def forward(self, x):
-            return x.reshape(3)
-
-    with pytest.raises(RuntimeError) as caught:  # so ERRORS_OF_CODE has it
-        torch.export.export(Fixed(), (torch.ones(3),), dynamic_shapes=({0: torch.export.Dim("n")},), strict=False)
-    assert type(caught.value).__module__ == "torch._dynamo.exc"
-    assert all(name in logging.root.manager.loggerDict for name in _torch.EXPORT_LOGGERS)
-
-
-def test_the_lock_of_compiling_is_held() -> None:
-    free: list[bool] = []
-
-    def attempt() -> None:
-        free.append(_torch.compile_lock().acquire(blocking=False))
-
-    with _torch.compile_lock(), _torch.compile_lock():  # as often as one thread wants
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join()
-    assert free == [False]
-
-
-def test_what_keeps_dynamo_out_comes_off() -> None:
-    def function(x: Tensor) -> Tensor:
-        return x
-
-    assert _torch.innermost_function(torch.compiler.disable(function)) is function
-    assert _torch.innermost_function(function) is function
-
-
-def test_the_cpp_compiler() -> None:
-    assert issubclass(_torch.no_cpp_compiler(), RuntimeError)
-    if any(map(shutil.which, ("g++", "clang++"))):
-        assert _torch.cpp_compiler()
-
-
-def test_settings_of_inductor() -> None:
-    from torch._inductor import config
-
-    settings = {"freezing": True, "cpp_wrapper": True, "fallback_random": True, "joint_custom_post_pass": (print,)}
-    assert _torch.inductor_late_passes() == ()
-    with _torch.inductor_settings(settings):
-        assert {name: getattr(config, name) for name in settings} == settings
-        assert _torch.inductor_late_passes() == (print,)
-        on_another: list[bool] = []
-        thread = threading.Thread(target=lambda: on_another.append(config.freezing))
-        thread.start()
-        thread.join()
-        assert on_another == [False]  # settings are a thread's own
-    assert config.freezing is False
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
-def test_a_compiled_graph_and_its_code() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(aten.mul.Tensor, (x, 3)),))
-    results: list[Any] = []
-    with torch.no_grad(), quiet():
-        run = _torch.compile_graph(fx.GraphModule(nn.Module(), graph), [torch.ones(4)], results.append)
-        (y,) = run(torch.ones(4))
-    assert torch.equal(y, torch.full((4,), 3.0)) and len(results) == 1 and "cpp" in results[0].source_code
-
-
-# That there is no more
-
-
-#: What ``nn.Module`` keeps and calls; tested above.
-OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks",
-              "_load_state_dict_pre_hooks", "_apply", "_load_from_state_dict"}  # fmt: skip
-#: What TorchScript compiles, where it is.
-IN_SCRIPTS = {"kernels/script/functions.py": {"_int_mm"}}
-#: Python's own.
-OF_PYTHON = {"_getframe", "_fields"}
-_BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
-FILES = sorted((ROOT / "dbrq").rglob("*.py"))
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"
-
-
-def _root(node: ast.expr) -> str | None:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
-
-
-@functools.cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-@functools.cache
-def _own() -> set[str]:
-    """Private attributes that dbrq's own classes have."""
-    found: set[str] = set()
-    for node in (node for file in FILES for node in ast.walk(_tree(file))):
-        if isinstance(node, ast.ClassDef):
-            found |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
-            found |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in ("self", "cls"):
-            found.add(node.attr)
-    return set(filter(_is_private, found))
-
-
-def _private_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names of torch in a file: (line, name)."""
-    of_torch = {"torch"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
-            of_torch |= {alias.asname or alias.name for alias in node.names}
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from ((node.lineno, part) for part in parts if _is_private(part))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    of_torch.add((alias.asname or alias.name).split(".")[0])
-                    yield from ((node.lineno, part) for part in alias.name.split(".") if _is_private(part))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if _root(node) in of_torch or node.attr not in _own():
-                yield node.lineno, node.attr
-        elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            for given in node.args if name in _BY_NAME else ():
-                if isinstance(given, ast.Constant) and isinstance(given.value, str) and _is_private(given.value):
-                    yield node.lineno, given.value
-
-
-def test_no_other_file_has_private_parts_of_torch() -> None:
-    found = []
-    for file in FILES:
-        path = file.relative_to(ROOT / "dbrq").as_posix()
-        allowed = OF_MODULES | OF_PYTHON | IN_SCRIPTS.get(path, set())
-        parts = () if path == "_torch.py" else _private_parts(_tree(file))
-        found += [f"{path}:{line}: {name}" for line, name in parts if name not in allowed]
-    assert not found, "move it to dbrq/_torch.py, with a test here"
-
-
-@pytest.mark.parametrize("code", [
-    "import torch\ntorch._C._len()", "import torch.utils._pytree as p", "from torch.overrides import _pop",
-    "from torch._ops import OpOverload", "from torch import nn\nnn.modules.module._global_hooks", "tensor._version",
-    "f().untyped_storage()._cdata", "from operator import attrgetter\nattrgetter('_erased')",
-])  # fmt: skip
-def test_private_parts_are_found(code: str) -> None:
-    assert list(_private_parts(ast.parse(code)))
-
-
-def test_each_name_has_a_test() -> None:
-    names = {node.target.id for node in _tree(ROOT / "dbrq/_torch.py").body if isinstance(node, ast.AnnAssign)}
-    for node in _tree(ROOT / "dbrq/_torch.py").body:
-        if isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets}
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-    names |= set(_torch.__all__)
-    tested = {n.attr for n in ast.walk(_tree(Path(__file__))) if isinstance(n, ast.Attribute) and _root(n) == "_torch"}
-    assert {name for name in names if not name.startswith("_")} <= tested
-
-
-def test_what_derivatives_and_transforms_are_on() -> None:
-    seen: list[tuple] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append((_torch.is_wrapped(x), _torch.transform_level(), _torch.dual_level()))
-        return x.sum()
-
-    x = torch.ones(2, 3)
-    look(x)
-    torch.vmap(look)(x)
-    torch.func.grad(look)(x)
-    torch.func.jvp(look, (x,), (x,))
-    torch.func.hessian(look)(x)
-    with torch.autograd.forward_ad.dual_level():
-        look(x)
-    assert seen == [
-        (False, None, -1), (True, 1, -1), (True, 1, -1), (True, 1, 0), (True, 3, 0), (False, None, 0),
-    ]  # fmt: skip
