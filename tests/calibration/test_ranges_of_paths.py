@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import D, Named, Off, Run, data, trips
+from tests.helpers.control_flow.cases import trips
+from tests.helpers.control_flow.runs import D, Named, Off, Run, data
 from tests.helpers.paths import (
     GOOD,
     assert_int8,

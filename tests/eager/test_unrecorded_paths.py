@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import dbrq
 from dbrq import DeviationError
-from tests.helpers.control_flow_models import CASES, D, Named, Off, trips
+from tests.helpers.control_flow.cases import CASES, trips
+from tests.helpers.control_flow.runs import D, Named, Off
 from tests.helpers.paths import (
     GOOD,
     assert_equal,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 import dbrq
-from tests.helpers.control_flow_models import CASES, Off, Run
+from tests.helpers.control_flow.cases import CASES
+from tests.helpers.control_flow.runs import Off, Run
 from tests.helpers.judging import assert_same_containers, sqnr
 from tests.helpers.running import floats
 

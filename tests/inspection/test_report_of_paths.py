@@ -3,7 +3,8 @@
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import CASES, data, linears, trips
+from tests.helpers.control_flow.cases import CASES, trips
+from tests.helpers.control_flow.runs import data, linears
 from tests.helpers.paths import (
     assert_equal,
     assert_int8,

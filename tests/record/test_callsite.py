@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import trips
+from tests.helpers.control_flow.cases import trips
 from tests.helpers.paths import assert_int8, calibrated
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import CASES, Named, Off, Run, trips
+from tests.helpers.control_flow.cases import CASES, trips
+from tests.helpers.control_flow.runs import Named, Off, Run
 from tests.helpers.judging import assert_same_tree
 from tests.helpers.paths import (
     GOOD,

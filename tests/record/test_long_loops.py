@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import even, linears, trips
+from tests.helpers.control_flow.cases import trips
+from tests.helpers.control_flow.runs import even, linears
 from tests.helpers.paths import calibrated, call
 
 

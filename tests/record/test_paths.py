@@ -1,6 +1,6 @@
 """Models that take several paths: each recorded one runs in int8.
 
-The models and their runs are in ``helpers/control_flow_models.py``. int8 kernels are counted by torch's profiler, so
+The models and their runs are in ``helpers/control_flow/``. int8 kernels are counted by torch's profiler, so
 that the count holds whatever calls them.
 """
 
@@ -16,7 +16,8 @@ from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
 from torch.overrides import TorchFunctionMode
 
 import dbrq
-from tests.helpers.control_flow_models import CASES, Case, Off
+from tests.helpers.control_flow.cases import CASES
+from tests.helpers.control_flow.runs import Case, Off
 from tests.helpers.judging import assert_same_tree
 from tests.helpers.paths import (
     GOOD,

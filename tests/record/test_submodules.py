@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import dbrq
-from tests.helpers.control_flow_models import CASES, Off, Run, data, linears
+from tests.helpers.control_flow.cases import CASES
+from tests.helpers.control_flow.runs import Off, Run, data, linears
 from tests.helpers.judging import assert_same_tree, sqnr
 from tests.helpers.paths import GOOD, assert_int8, assert_warned, call, heard, worst
 
