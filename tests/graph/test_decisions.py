@@ -71,7 +71,7 @@ VALUES = {
 def assert_holds_for_one_outcome(forward, example, same, other):
     _, g, s = assert_same(model(forward), example, same)
     for f in (g, s):
-        with pytest.raises(Exception, match=r"(?s)dbrq: this graph holds for .*test_rewriter\.py:\d+"):
+        with pytest.raises(Exception, match=r"(?s)dbrq: this graph holds for .*test_decisions\.py:\d+"):
             run(f, other)
 
 
@@ -100,7 +100,7 @@ def test_several_outcomes_in_calibration_name_the_line():
     with contextlib.suppress(DeviationError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run(prepared, POSITIVE), run(prepared, NEGATIVE)
-    with pytest.raises(RewriteError, match=r"(?s)decides on values.*test_rewriter\.py:\d+"):
+    with pytest.raises(RewriteError, match=r"(?s)decides on values.*test_decisions\.py:\d+"):
         dbrq.rewrite(dbrq.convert(prepared), POSITIVE)
 
 
