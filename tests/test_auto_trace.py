@@ -14,7 +14,7 @@ from dbrq.hidden_state import state_of
 from dbrq.quantization_state import AutoQuantizationState
 from tests.helpers.judging import sqnr
 from tests.helpers.models import ROWS
-from tests.helpers.running import convert, quantized, run
+from tests.helpers.running import convert, quantized, quantized_on, run
 
 
 class Child(nn.Module):
@@ -241,10 +241,6 @@ def test_a_layer_by_itself_reads_with_all_its_ranges() -> None:
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 BETWEEN = [

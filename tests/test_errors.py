@@ -2,19 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import dbrq
 from dbrq import QuantizationError
 from tests.helpers.phases import X, net, pickled
-from tests.helpers.running import run
+from tests.helpers.running import quantized_on, run
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 def test_clear_errors():
@@ -24,10 +19,6 @@ def test_clear_errors():
         quantized_on(nn.Sequential(nn.Linear(16, 4)), Z)(None)
     with pytest.raises(dbrq.QuantizationError):
         dbrq.save(quantized_on(nn.Sequential(nn.Linear(16, 4)), Z), "no/such/folder/model.pt")
-
-
-def _twice(conv, x):
-    return F.conv2d(x, conv.weight, conv.bias, padding=1) * 2.0
 
 
 def test_wrong_arguments_are_clear_errors():

@@ -7,7 +7,8 @@ from torch import nn
 
 import dbrq
 from dbrq.hidden_state import state_of
-from tests.helpers.images import by_name, images, kernels_of, trained
+from tests.helpers.cases import by_name
+from tests.helpers.images import images, kernels_of, small_images, trained
 from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr, step_of
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
@@ -428,17 +429,9 @@ def test_fuse_false_runs_the_same_ops_one_by_one():
     assert sqnr(run(model, x), run(converted, x)) > 30
 
 
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
-
-
 def qparams(model: nn.Module) -> dict:
     token = state_of(model).token
     return {key: state.qparams(key) for state in token.states.values() for key in state.slots}
-
-
-def recorded(model: nn.Module, name: str) -> list:
-    return [op for op in state_of(model).token.record.ops if op.op == name]
 
 
 # A sum whose operand is scaled

@@ -15,10 +15,6 @@ from tests.helpers.op_examples import ARGUMENTS, BY_NAME, MODULES, NEVER_ARRIVES
 from tests.helpers.running import convert
 
 
-def of_role(*roles: Role) -> list[str]:
-    return [row.name for row in TABLE if row.role in roles]
-
-
 class Recording(TorchFunctionMode):
     def __init__(self) -> None:
         self.seen: list = []

@@ -13,14 +13,10 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 import dbrq
 from tests.helpers.judging import sqnr
-from tests.helpers.running import convert, run
+from tests.helpers.running import convert, quantized_on, run
 from tests.helpers.training import BATCH, V, close, recipes, small_net
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 def test_a_leaf_whose_bias_is_parametrized():

@@ -7,14 +7,11 @@ from torch import nn
 import dbrq
 from dbrq import CalibrationError, NotCalibratedError
 from dbrq.hidden_state import state_of
+from tests.helpers.images import small_images
 from tests.helpers.judging import assert_matches, sqnr
 from tests.helpers.models import Call
 from tests.helpers.phases import X, in_phase, net
 from tests.helpers.running import convert, run
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def qparams(model: nn.Module) -> dict:

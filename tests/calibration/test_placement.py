@@ -7,6 +7,7 @@ from torch import nn
 
 import dbrq
 from dbrq.hidden_state import state_of
+from tests.helpers.images import small_images
 from tests.helpers.judging import assert_matches, assert_precision, sqnr
 from tests.helpers.models import Between, Call
 from tests.helpers.running import convert, run
@@ -84,10 +85,6 @@ def test_integers_among_what_cat_joins(backend):
     with torch.no_grad():
         assert sqnr(model(*inputs), quantized(*inputs)) > 25
         assert sqnr(model(*inputs), dbrq.lower(quantized, inputs, backend=backend)(*inputs)) > 25
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def qparams(model: nn.Module) -> dict:

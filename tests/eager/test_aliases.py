@@ -6,12 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.images import small_images
 from tests.helpers.judging import assert_matches
 from tests.helpers.models import Call
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def read_after_add(m, x):

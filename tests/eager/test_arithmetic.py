@@ -8,14 +8,10 @@ from torch import nn
 from torch.ao.quantization import QConfigMapping
 
 import dbrq
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches, assert_precision, rows
 from tests.helpers.models import Between, Call
 from tests.helpers.running import convert, run
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
-
 
 # Addition and its like
 

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches
 from tests.helpers.models import Between
 from tests.helpers.running import convert
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
-
 
 CATS = {
     "list": lambda x, y: torch.cat([x, y], 1),

@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_precision, rows, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
 
 SIZES = {1: (20,), 2: (9, 8), 3: (5, 6, 4)}
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
 def conv_example(ndim: int) -> torch.Tensor:

@@ -5,17 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import dbrq
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr
 from tests.helpers.models import Call
-from tests.helpers.running import convert, run
+from tests.helpers.running import convert, quantized_on, run
 
 SIZES = {1: (20,), 2: (9, 8), 3: (5, 6, 4)}
 NDIMS = pytest.mark.parametrize("ndim", [1, 2, 3])
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
 def conv_example(ndim: int) -> torch.Tensor:
@@ -127,10 +123,6 @@ def test_transposed_conv_is_right_and_says_why_float(ndim):
 
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dbrq
 from tests.helpers.judging import sqnr
 from tests.helpers.models import ROWS, Rows
-from tests.helpers.running import quantized, quietly
+from tests.helpers.running import quantized, quantized_on, quietly
 
 
 def forces(m: Rows, x: Tensor) -> Tensor:
@@ -88,10 +88,6 @@ def test_forward_mode_derivatives_of_a_converted_model_are_refused() -> None:
 
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 class Mixed(nn.Module):

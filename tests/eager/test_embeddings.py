@@ -6,13 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig
 
+from tests.helpers.cases import by_name
 from tests.helpers.judging import agreement, assert_matches, assert_precision, rows
 from tests.helpers.models import Call
 from tests.helpers.running import convert, fx_quantize, run
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
 class Scaled(nn.Embedding):

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.images import by_name, images
+from tests.helpers.cases import by_name
+from tests.helpers.images import images
 from tests.helpers.judging import assert_matches, assert_precision, rows
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run

@@ -7,14 +7,10 @@ from torch import nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, per_channel_dynamic_qconfig
 
 import dbrq
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr
 from tests.helpers.models import Call
-from tests.helpers.running import convert, run
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
-
+from tests.helpers.running import convert, quantized_on, run
 
 LINEAR_INPUTS = {"2-d": (5, 16), "3-d": (3, 5, 16), "4-d": (2, 3, 5, 16), "1-d": (16,)}
 
@@ -126,12 +122,7 @@ def test_dynamic_linear_follows_the_range_of_its_input():
         assert sqnr(run(model, x * factor), run(converted, x * factor)) > 25
 
 
-X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 class Products(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 
 import dbrq
 from dbrq import DeviationError, QuantizationError
+from tests.helpers.images import small_images
 from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
 from tests.helpers.reference import fake_quantized
@@ -318,10 +319,6 @@ def test_recursion(strict):
     for depth in (5, 0, 2):
         got, paths = said(converted, (x, depth))
         assert sqnr(run(model, (x, depth)), got) > 25 and not paths
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def test_nothing_warns_on_the_recorded_path():

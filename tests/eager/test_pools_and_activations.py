@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.cases import by_name
+from tests.helpers.images import small_images
 from tests.helpers.judging import assert_matches, assert_precision, rows
 from tests.helpers.models import Between, Call
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
-
 
 POOLS = {
     "max_pool2d module": nn.MaxPool2d(2),
@@ -129,10 +126,6 @@ def test_activation_between_int8_layers(op, head):
     else:
         model = Call(lambda m, x: m.second(m.op(m.first(x))), first=nn.Linear(16, 32), second=nn.Linear(32, 24), op=op)
         assert_matches(model, torch.randn(64, 16))
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def test_padding_with_infinity_before_a_pool():

@@ -15,6 +15,7 @@ from dbrq.eager import recurrent
 from dbrq.eager.recurrent import recurrent_weights, run_recurrent
 from dbrq.errors import KernelInputError
 from dbrq.kernels import PackedLinear
+from tests.helpers.cases import by_name
 from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
@@ -350,10 +351,6 @@ def test_bad_input_is_told_what_was_expected(op: str, args: tuple) -> None:
     with pytest.raises(KernelInputError) as error:
         run_recurrent(module, pack(module), args, {}, False)
     assert error.value.op == op and error.value.expected is not None and error.value.got is not None
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
 # Modules in dynamic mode

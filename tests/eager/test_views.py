@@ -2,19 +2,14 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches
 from tests.helpers.models import Between, Call
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
-
 
 MOVES = {
     "view": lambda x: x.view(x.size(0), -1),

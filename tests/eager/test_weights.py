@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dbrq
 from tests.helpers.judging import sqnr
 from tests.helpers.models import IMAGES, ROWS, Images, Rows
-from tests.helpers.running import quantized, quietly, run
+from tests.helpers.running import quantized, quantized_on, quietly, run
 from tests.helpers.written import Layers, batches, calibrated
 
 # Biases, weights
@@ -220,10 +220,6 @@ def test_a_write_to_an_int8_weight_is_refused(write: Callable) -> None:
 
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 def test_a_replaced_weight_is_told():

@@ -109,3 +109,8 @@ def made(case: Case, out: str) -> tuple[nn.Module, Any]:
 
 def last_step(graph: fx.GraphModule) -> float:
     return [node for node in graph.graph.nodes if is_dequantize(node)][-1].args[1]
+
+
+def by_name(cases: dict, *names: str) -> Any:
+    """Runs a test for each case, which its keys name."""
+    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))

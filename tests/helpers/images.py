@@ -1,14 +1,9 @@
 """Images, batch norms with statistics of their own, and the kernels of a report."""
 
-import pytest
 import torch
 from torch import nn
 
 import dbrq
-
-
-def by_name(cases: dict, *names: str):
-    return pytest.mark.parametrize(",".join(names), list(cases.values()), ids=list(cases))
 
 
 def images(*shape: int) -> torch.Tensor:
@@ -30,3 +25,7 @@ def trained(model: nn.Module, example: torch.Tensor, batches: int = 4) -> nn.Mod
 
 def kernels_of(model: nn.Module) -> list[str]:
     return [row.kernel for row in dbrq.report(model).rows]
+
+
+def small_images(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 4, 8, 8))

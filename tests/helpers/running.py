@@ -19,11 +19,6 @@ from dbrq import selfcheck
 from dbrq.lowering.inductor import check_compiler
 from dbrq.pytree import call_arguments, tree_leaves
 
-#: CONFORMANCE.md: within one step for this share of the elements.
-AGREEING = 0.999
-#: CONFORMANCE.md: or as good as FX, give or take this many dB.
-DECIBELS = 0.5
-
 
 def has_compiler() -> bool:
     """Whether the inductor backend can run."""
@@ -142,12 +137,19 @@ def convert(model: nn.Module, example: Any, qconfig_mapping: Any = None, **optio
 
 
 def quantized(model: nn.Module, data: Sequence[Any], strict: bool = False) -> nn.Module:
+    """A copy of the model, calibrated on ``data`` and converted."""
     prepared = dbrq.prepare(copy.deepcopy(model).eval(), data[0])
     dbrq.calibrate(prepared, data, progress=False)
     return dbrq.convert(prepared, strict=strict)
 
 
 def quietly(model: Callable, *args: Any) -> Any:
+    """A call whose warnings are of no interest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model(*args)
+
+
+def quantized_on(model: nn.Module, x: Any) -> nn.Module:
+    """The model, quantized with one example."""
+    return dbrq.quantize(model.eval(), [x])

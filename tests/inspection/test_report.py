@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dbrq
 from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
-from tests.helpers.running import convert, run
+from tests.helpers.running import convert, quantized_on, run
 
 
 def row(model: nn.Module, path: str):
@@ -493,10 +493,6 @@ def test_logging_does_not_disturb_another_call():
 
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
-def quantized_on(model, x):
-    return dbrq.quantize(model.eval(), [x])
 
 
 def test_attention_counts_in_the_coverage_of_everything():

@@ -15,8 +15,6 @@ from dbrq import _torch, kernels, selfcheck
 from dbrq.kernels import NO_POST_OP, PostOp, QParams, choice, formulations, script, stock, trials
 from dbrq.kernels.known_faults import Geometry
 
-OUT = QParams(0.5, 100)
-
 
 @pytest.fixture(autouse=True)
 def ledger(monkeypatch):

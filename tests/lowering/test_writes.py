@@ -289,7 +289,6 @@ def test_a_fused_add_that_broadcasts_does_not_depend_on_earlier_calls():
 
 
 PYTHON_BACKENDS = ("onednn", "torchscript")
-ALL_BACKENDS = ("onednn", "inductor", "torchscript")
 
 
 class OtherIsWritten(nn.Module):

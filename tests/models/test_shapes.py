@@ -6,13 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.images import small_images
 from tests.helpers.judging import assert_matches, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run
-
-
-def small_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape or (2, 4, 8, 8))
 
 
 def test_reshape_by_the_batch_leaves_the_batch_free():

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import dbrq
-from tests.helpers.images import by_name, images
+from tests.helpers.cases import by_name
+from tests.helpers.images import images
 from tests.helpers.judging import assert_matches, assert_precision, assert_same_containers, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run

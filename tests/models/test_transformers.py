@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dbrq
-from tests.helpers.images import by_name
+from tests.helpers.cases import by_name
 from tests.helpers.judging import assert_matches, assert_precision, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import run

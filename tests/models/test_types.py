@@ -6,7 +6,8 @@ from torch import nn
 
 import dbrq
 from dbrq import QuantizationError
-from tests.helpers.images import by_name, images
+from tests.helpers.cases import by_name
+from tests.helpers.images import images
 from tests.helpers.judging import assert_matches, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, run

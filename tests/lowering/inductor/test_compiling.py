@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import warnings
@@ -15,17 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from tests.helpers.inductor import assert_same, lowered
 from tests.helpers.int8_patterns import Chain, linear
-from tests.helpers.judging import sqnr
-from tests.helpers.running import floats, has_compiler, run
-
-lowered = functools.partial(dbrq.lower, backend="inductor")
-
-
-def assert_same(got: nn.Module, quantized: nn.Module, x: Any, least: float = 60) -> None:
-    for a, b in zip(floats(run(got, x)), floats(run(quantized, x)), strict=True):
-        assert a.shape == b.shape and sqnr(b, a) >= least
-
+from tests.helpers.running import has_compiler
 
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)

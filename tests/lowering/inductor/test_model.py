@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch._subclasses import FakeTensorMode
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float_qparams_weight_only_qconfig
 
 import dbrq
+from tests.helpers.inductor import assert_same, lowered
 from tests.helpers.int8_patterns import Attention, Chain, conv, linear
 from tests.helpers.judging import sqnr
-from tests.helpers.running import floats, has_compiler, run
+from tests.helpers.running import has_compiler, run
 
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
-lowered = functools.partial(dbrq.lower, backend="inductor")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,6 @@ def small() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     quantized = dbrq.quantize(Chain(conv(2, 3), torch.relu, conv()), [torch.randn(2, 3, 8, 8) for _ in range(3)])
     return quantized, lowered(quantized, torch.randn(2, 3, 8, 8))
-
-
-def assert_same(got: nn.Module, quantized: nn.Module, x: Any, least: float = 60) -> None:
-    for a, b in zip(floats(run(got, x)), floats(run(quantized, x)), strict=True):
-        assert a.shape == b.shape and sqnr(b, a) >= least
 
 
 def test_memory_formats_and_strides(small):

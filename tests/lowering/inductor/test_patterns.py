@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import pytest
@@ -11,12 +10,12 @@ from torch import Tensor, nn
 
 import dbrq
 from tests.helpers.cases import Case
+from tests.helpers.inductor import lowered
 from tests.helpers.int8_patterns import PATTERNS, fusions
 from tests.helpers.judging import sqnr
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import floats, has_compiler, run
 
-lowered = functools.partial(dbrq.lower, backend="inductor")
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
 

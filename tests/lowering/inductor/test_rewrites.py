@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -13,17 +12,10 @@ from torch import Tensor, nn
 import dbrq
 from dbrq.lowering import inductor
 from dbrq.lowering.engine import Lowering
+from tests.helpers.inductor import assert_same, lowered
 from tests.helpers.int8_patterns import Chain, conv
 from tests.helpers.judging import sqnr
-from tests.helpers.running import floats, has_compiler, run
-
-lowered = functools.partial(dbrq.lower, backend="inductor")
-
-
-def assert_same(got: nn.Module, quantized: nn.Module, x: Any, least: float = 60) -> None:
-    for a, b in zip(floats(run(got, x)), floats(run(quantized, x)), strict=True):
-        assert a.shape == b.shape and sqnr(b, a) >= least
-
+from tests.helpers.running import has_compiler
 
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)

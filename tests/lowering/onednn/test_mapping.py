@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +114,6 @@ def test_function_behind_a_layer(name, case, out):
     assert_lowers(case, out, expected_of(case, out), **loose)
 
 
-CHANNELS = functools.partial(torch.randn, 8, 1, 1)
 OWN_SUMS = {
     "silu(y + b(x))": (lambda m, x, y: F.silu(y + m.b(x)), "layer*2", "layer*3"),
     "gelu(b(x)) + y": (lambda m, x, y: F.gelu(m.b(x)) + y, "layer*2", "layer*3"),

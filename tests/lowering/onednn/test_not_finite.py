@@ -32,8 +32,6 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], tuple, Any]] = {
     "max pool": (lambda: nn.Sequential(nn.MaxPool2d(2)), SIZES[2], QConfigMapping()),
     "mean": (lambda: Call(lambda m, x: x.mean((2, 3))), SIZES[2], QConfigMapping()),
 }
-#: B14: oneDNN's functions hide what is no number.
-HIDDEN = "oneDNN hides what is not finite (docs/onednn.md)"
 HIDING = {
     ("softmax", "nan"),
     ("softmax", "inf"),
