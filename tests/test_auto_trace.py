@@ -16,6 +16,9 @@ from tests.helpers.judging import sqnr
 from tests.helpers.models import ROWS
 from tests.helpers.running import convert, quantized, quantized_on, run
 
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 
 class Child(nn.Module):
     def forward(self, x):
@@ -237,10 +240,6 @@ def test_a_layer_by_itself_reads_with_all_its_ranges() -> None:
         for factor in (10, 100):
             assert sqnr(model.a(ROWS[0] * factor), converted.a(ROWS[0] * factor)) > 20
         assert torch.equal(converted.unused(ROWS[0]), model.unused(ROWS[0]))
-
-
-X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 BETWEEN = [

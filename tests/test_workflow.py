@@ -21,6 +21,9 @@ from tests.helpers.models import Call
 from tests.helpers.phases import Net, X, in_phase, models, net, phases
 from tests.helpers.running import convert, run
 
+ALL_BACKENDS = ("onednn", "inductor", "torchscript")
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 
 class Chaotic(nn.Module):
     """Uses every random generator, has batch norm and dropout, and counts its calls."""
@@ -213,9 +216,6 @@ def test_one_quantized_model_called_by_another():
         assert sqnr(run(outer, X), run(converted, X)) > 25
 
 
-ALL_BACKENDS = ("onednn", "inductor", "torchscript")
-
-
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @torch.no_grad()
 def test_data_and_examples_with_a_history_are_copied(backend):
@@ -228,9 +228,6 @@ def test_data_and_examples_with_a_history_are_copied(backend):
         dbrq.doctor(quantized, x)
         assert x.grad_fn is not None
     assert sqnr(quantized(x), lowered(x)) > 60
-
-
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def test_inputs_are_known_by_name_however_the_call_is_spelled():

@@ -10,6 +10,8 @@ from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, quantized_on, run
 
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
 SIZES = {1: (20,), 2: (9, 8), 3: (5, 6, 4)}
 NDIMS = pytest.mark.parametrize("ndim", [1, 2, 3])
 
@@ -120,9 +122,6 @@ def test_transposed_conv_is_right_and_says_why_float(ndim):
     row = rows(converted, f"conv_transpose{ndim}d")[0]
     assert row.precision == "int8" or row.reason
     assert sqnr(run(model, x), run(converted, x)) > 30
-
-
-X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(

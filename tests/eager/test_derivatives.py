@@ -14,6 +14,8 @@ from tests.helpers.judging import sqnr
 from tests.helpers.models import ROWS, Rows
 from tests.helpers.running import quantized, quantized_on, quietly
 
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 
 def forces(m: Rows, x: Tensor) -> Tensor:
     with torch.enable_grad():
@@ -85,9 +87,6 @@ def test_forward_mode_derivatives_of_a_converted_model_are_refused() -> None:
         run(x)  # of which none is asked for
         with pytest.raises(dbrq.QuantizationError, match="no gradient"):
             run(torch.autograd.forward_ad.make_dual(x, x))
-
-
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Mixed(nn.Module):

@@ -12,6 +12,8 @@ from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, quantized_on, run
 
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 LINEAR_INPUTS = {"2-d": (5, 16), "3-d": (3, 5, 16), "4-d": (2, 3, 5, 16), "1-d": (16,)}
 
 
@@ -120,9 +122,6 @@ def test_dynamic_linear_follows_the_range_of_its_input():
     converted = convert(model, x, QConfigMapping().set_global(default_dynamic_qconfig)).quantized
     for factor in (0.01, 1.0, 1000.0):
         assert sqnr(run(model, x * factor), run(converted, x * factor)) > 25
-
-
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Products(nn.Module):

@@ -18,6 +18,8 @@ from tests.helpers.models import IMAGES, ROWS, Images, Rows
 from tests.helpers.running import quantized, quantized_on, quietly, run
 from tests.helpers.written import Layers, batches, calibrated
 
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 # Biases, weights
 
 
@@ -217,9 +219,6 @@ def test_a_write_to_an_int8_weight_is_refused(write: Callable) -> None:
     with pytest.raises(dbrq.QuantizationError, match="in place"):
         write(converted.b.weight)
     assert torch.equal(converted(batches()[0]), before)
-
-
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def test_a_replaced_weight_is_told():

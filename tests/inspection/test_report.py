@@ -14,6 +14,8 @@ from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
 from tests.helpers.running import convert, quantized_on, run
 
+Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
 
 def row(model: nn.Module, path: str):
     return next(r for r in dbrq.report(model).rows if r.path == path)
@@ -490,9 +492,6 @@ def test_logging_does_not_disturb_another_call():
     before = run(converted, x)
     dbrq.log_values(converted, x)
     assert torch.equal(run(converted, x), before)
-
-
-Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 def test_attention_counts_in_the_coverage_of_everything():

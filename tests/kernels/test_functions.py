@@ -30,6 +30,8 @@ from dbrq.kernels import (
 from dbrq.kernels.script import Conv, ConvSum
 from tests.helpers.judging import sqnr
 
+PYTHON_BACKENDS = ("onednn", "torchscript")
+
 OUT = QParams(0.1, 100)
 CONVS = [  # in, out, kernel, size, groups, padding, stride, dimensions
     (8, 16, 3, 9, 1, 1, 1, 2),
@@ -233,9 +235,6 @@ def test_dynamic_qparams():
 def test_exact_dot_is_asked_of_the_kernel():
     if torch.cpu._is_vnni_supported():
         assert has_exact_int8_dot()
-
-
-PYTHON_BACKENDS = ("onednn", "torchscript")
 
 
 @pytest.mark.parametrize(

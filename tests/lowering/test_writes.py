@@ -16,6 +16,8 @@ from tests.helpers.calls import BACKENDS, Cases, calls, check, check_draws
 from tests.helpers.judging import sqnr
 from tests.helpers.running import has_compiler
 
+PYTHON_BACKENDS = ("onednn", "torchscript")
+
 # Tensors made from shapes or constants, then written to
 
 MADE: dict[str, Callable[[Cases, Tensor], Tensor]] = {
@@ -286,9 +288,6 @@ def test_a_fused_add_that_broadcasts_does_not_depend_on_earlier_calls():
         for a, b in ((one, one), (empty, one), (one, empty), (one, x), (x, one)):
             assert quantized(a, b).shape == model(a, b).shape
         torch.testing.assert_close(quantized(x, one), model(x, one), atol=0.1, rtol=0.1)
-
-
-PYTHON_BACKENDS = ("onednn", "torchscript")
 
 
 class OtherIsWritten(nn.Module):
