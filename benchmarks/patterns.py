@@ -22,16 +22,18 @@ from torch.export import Dim
 import dbrq
 from dbrq.inspection.report import sqnr
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from int8_patterns import PATTERNS, Pattern, fusions
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.of_inductor import pt2e
+
+from tests.helpers.cases import Case
+from tests.helpers.int8_patterns import PATTERNS, fusions
 
 PAGE = Path(__file__).parents[1] / "docs" / "patterns.md"
 HEAD = """# Patterns
 
 What each backend calls for the int8 patterns that TorchInductor's x86 passes know, and what PT2E with
 `X86InductorQuantizer` (torchao) calls for the same model. Made by `python benchmarks/patterns.py` on {date},
-torch {torch}; `tests/test_inductor.py` asserts the inductor column and the numbers.
+torch {torch}; `tests/lowering/inductor/test_patterns.py` asserts the inductor column and the numbers.
 
 - Each model has a layer behind the pattern that reads what it gives in int8; its call is in the lists, too.
 - inductor and PT2E: external calls in the generated code, what is fused into them, and what they write. The rest is
@@ -60,7 +62,7 @@ def main() -> None:
         PAGE.write_text(f"{head}\n{table}\n")
 
 
-def row(pattern: Pattern) -> list[Any]:
+def row(pattern: Case) -> list[Any]:
     model, x = pattern.make(), pattern.example()
     calibration = [x, -x, 1.1 * x]
     quantized = dbrq.quantize(model, calibration)
@@ -81,7 +83,7 @@ def row(pattern: Pattern) -> list[Any]:
             round(sqnr(flat(expected), flat(their_output)), 1)]  # fmt: skip
 
 
-def of_pt2e(pattern: Pattern, model: nn.Module, x: Tensor, calibration: list[Tensor]) -> tuple[Counter, Any]:
+def of_pt2e(pattern: Case, model: nn.Module, x: Tensor, calibration: list[Tensor]) -> tuple[Counter, Any]:
     import torch._inductor.config as config
     from torch._inductor.utils import run_and_get_code
 

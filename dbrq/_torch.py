@@ -1,7 +1,7 @@
 """Everything private of torch that dbrq relies on: what begins with an underscore, or is in a module that does.
 
 Nothing else in dbrq spells such names, but for what ``nn.Module`` keeps (``_parameters`` and the like), and what
-TorchScript compiles in ``kernels/script/``. tests/test_torch_internals.py says what each has to do, so that a new torch
+TorchScript compiles in ``kernels/script/``. tests/test_torch*.py say what each has to do, so that a new torch
 fails there first. What functions import here would import torch's compiler.
 """
 

@@ -2,11 +2,10 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def test_ops_table_is_up_to_date():

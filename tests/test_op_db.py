@@ -10,21 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-
-import dbrq
-
-pytest.importorskip("expecttest")
-
-from helpers import has_compiler
-from op_db_cases import OPS, Case, Quantized, case_of, refusal, samples_of, spellings_of
 from torch.testing._internal import common_methods_invocations
 
+import dbrq
+from tests.helpers.op_db_cases import OPS, Case, Quantized, case_of, refusal, samples_of, spellings_of
+from tests.helpers.running import has_compiler
+
+pytest.importorskip("expecttest")
 EVERYTHING = os.environ.get("DBRQ_OP_DB") == "all"
 DEFAULT_BACKENDS = "torchscript,onednn"
 BACKENDS = os.environ.get("DBRQ_OP_DB_BACKENDS", DEFAULT_BACKENDS)
 #: Ops in one model.
 TOGETHER = 8
-
 #: Op -> why it is not tried.
 NOT_TRIED = {
     **{name: "runs on GPUs only" for name in OPS if name.startswith("jiterator")},
@@ -48,7 +45,6 @@ REFUSED = {
     "nn.functional.linear_cross_entropy.chunked": "torchscript",  # it asks whether its input has a gradient
 }
 _RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-
 TRIED = [name for name in OPS if name not in NOT_TRIED]
 GROUPS = [TRIED[i : i + TOGETHER] for i in range(0, len(TRIED), TOGETHER)]
 

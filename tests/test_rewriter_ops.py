@@ -1,4 +1,4 @@
-"""``rewrite`` and ``lower``, op by op: every row of the op table in every spelling, generated as in test_mappings.py.
+"""``rewrite`` and ``lower``, op by op: every row of the op table in every spelling, generated from the op table.
 
 Each model is an op between two layers: converted, rewritten, scripted and lowered agree within one step of the output.
 """
@@ -11,16 +11,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Between, agreement, convert, run, sqnr, step_of
-from test_mappings import ARGUMENTS, BY_NAME, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig, get_default_qconfig
 
 import dbrq
 from dbrq.mappings import DROPOUTS, FUNCTIONS, TABLE, Role
 from dbrq.pytree import tree_leaves
+from tests.helpers.judging import agreement, sqnr, step_of
+from tests.helpers.models import Between
+from tests.helpers.op_examples import ARGUMENTS, BY_NAME, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
+from tests.helpers.running import convert, run
 
-#: As in EVERYTHING of test_mappings.py, tables too.
+#: As in EVERYTHING of helpers/op_examples.py, tables too.
 MAPPING = QConfigMapping().set_global(get_default_qconfig("onednn"))
 for _cls in (nn.Embedding, nn.EmbeddingBag, F.embedding, F.embedding_bag, torch.embedding):
     MAPPING.set_object_type(_cls, float_qparams_weight_only_qconfig)

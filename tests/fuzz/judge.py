@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import helpers
 import torch
-from helpers import sqnr
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dbrq.kernels import QParams
+from tests.helpers import reference as rounding
+from tests.helpers.judging import sqnr
 
 #: Dithered runs of the reference, and how far each moves a value before it is rounded, in steps.
 RUNS, DITHER = 6, 0.06
@@ -58,7 +58,7 @@ def seeded(fn: Callable[..., Any], args: tuple, seed: int) -> Any:
         return fn(*args)
 
 
-class Shaken(helpers.FakeQuantizeMode):
+class Shaken(rounding.FakeQuantizeMode):
     """Fake quantization whose sums come out in another order: a zero may be a little less, which ``floor`` sees."""
 
     def __init__(self, converted: nn.Module, generator: torch.Generator) -> None:
@@ -94,7 +94,7 @@ class Reference:
 
     def __call__(self, *args: Any) -> Any:
         shaken = self.generator is not None
-        mode = Shaken(self.converted, self.generator) if shaken else helpers.FakeQuantizeMode(self.converted)
+        mode = Shaken(self.converted, self.generator) if shaken else rounding.FakeQuantizeMode(self.converted)
         with mode:
             result = self.stand_in(*args)
         assert next(mode.ops, None) is None, "this call took another path than the recorded one"
@@ -113,7 +113,7 @@ class Reference:
                     levels = torch.clamp(torch.round(moved) + q.zero_point, q.quant_min, q.quant_max)
                     return (levels - q.zero_point) * q.scale
 
-                with patch.object(helpers, "fake_quantize", fake_quantize), contextlib.suppress(RuntimeError):
+                with patch.object(rounding, "fake_quantize", fake_quantize), contextlib.suppress(RuntimeError):
                     results.append(seeded(self, copy.deepcopy(args), seed))  # dither may be more than an op takes
         finally:
             self.stand_in, self.generator = stand_in, None

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Call, has_compiler, sqnr
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
 from dbrq.kernels import has_exact_int8_dot
+from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
+from tests.helpers.running import has_compiler
 
 BACKENDS = ("rewrite", "torchscript", "onednn")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)

@@ -1,0 +1,42 @@
+"""What counts as a difference between two outcomes, and which inputs are tried."""
+
+import torch
+
+from dbrq.graph.difference import difference
+from dbrq.graph.trials import perturbed
+
+
+def outcomes(expected, got, noise=0.0):
+    generator = torch.Generator().manual_seed(1)
+    samples = [{"y": expected + noise * torch.randn(expected.shape, generator=generator)} for _ in range(6)]
+    return difference({"y": expected}, {"y": got}, lambda: samples)
+
+
+def test_what_the_measure_takes_for_a_difference():
+    y = torch.randn(1000, 16)
+    near = y + 0.004 * torch.randn_like(y)
+    assert outcomes(y, near) is None
+    assert outcomes(y, y + 0.1 * torch.randn_like(y)) is not None
+    assert outcomes(y, y + 0.1 * torch.randn_like(y), noise=0.1) is None
+    for change in (lambda t: t[500].neg_(), lambda t: t[:, 3].mul_(0.5), lambda t: t[7, 7].fill_(float("inf")),
+                   lambda t: t[7, 7].add_(5)):  # fmt: skip
+        wrong = near.clone()
+        change(wrong)
+        assert outcomes(y, wrong, noise=0.004) is not None
+    assert outcomes(y, y.double()) is not None and outcomes(y, y[:999]) is not None
+    boxes = torch.cat([500 * torch.rand(1000, 4), torch.rand(1000, 8)], 1)  # scores beside coordinates
+    wrong = boxes.clone()
+    wrong[:, 4:] = torch.rand(1000, 8)
+    assert outcomes(boxes, wrong) is not None
+    assert difference({"a": y, "b": 1}, {"a": y}, list) is not None
+    assert difference({"a": "x"}, {"a": "y"}, list) is not None and difference({"a": None}, {"a": None}, list) is None
+
+
+def test_perturbed_inputs_have_the_same_range_and_structure():
+    x = torch.randn(4, 6)[:, ::2]
+    ids, mask = torch.randint(0, 100, (2, 9)), torch.zeros(2, 9).masked_fill(torch.eye(2, 9) > 0, float("-inf"))
+    other = perturbed({"x": x, "y": [x, ids], "mask": mask, "n": 3, "zeros": torch.zeros(5)}, integers=True)
+    assert not torch.equal(other["x"], x) and torch.equal(other["x"].flatten().sort()[0], x.flatten().sort()[0])
+    assert other["x"] is other["y"][0] and other["n"] == 3 and torch.equal(other["mask"], mask)
+    assert torch.equal(other["y"][1].flatten().sort()[0], ids.flatten().sort()[0]) and other["zeros"].any()
+    assert torch.equal(perturbed(ids, integers=False), ids)
