@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import math
 import operator
 import weakref
@@ -23,6 +24,7 @@ from ..pytree import tree_leaves
 from ..record.callsite import user_line
 from ..record.parameters import ParameterRef
 from ..record.record import Tag
+from ..tensors import layout_of
 from .nodes import ancestors, evaluated, identifier, tensors_behind
 from .symbols import Traced, traced, untraced
 
@@ -152,8 +154,8 @@ class GraphWriter:
             node.meta.setdefault("shape", tuple(tensor.shape))
             strided = tensor.layout is torch.strided
             node.meta.setdefault("contiguous", strided and tensor.is_contiguous())
-            if strided and tensor.dim() == 4:
-                node.meta.setdefault("channels_last", tensor.is_contiguous(memory_format=torch.channels_last))
+            if node.op == "placeholder":
+                node.meta.setdefault("layout", layout_of(tensor))
         return known
 
     def alias(self, tensor: Tensor, source: Tensor) -> Tensor:
@@ -390,13 +392,31 @@ class GraphWriter:
         for source in tensors_behind(node):
             if source.op == "placeholder" and source not in self._laid_out:
                 self._laid_out.add(source)
-                flag = self.graph.call_method("is_contiguous", (source,))
-                self._describe(flag)
-                self.check(flag, source.meta["contiguous"], "whether an input is contiguous", node)
-                if not source.meta["contiguous"] and "channels_last" in source.meta:
-                    flag = self.graph.call_method("is_contiguous", (source,), {"memory_format": torch.channels_last})
-                    self._describe(flag)
-                    self.check(flag, source.meta["channels_last"], "whether an input is channels_last", node)
+                self._check_layout(source, node)
+
+    def _check_layout(self, source: fx.Node, where: fx.Node) -> None:
+        """Have the graph assert that an input is contiguous or not, as here; if not, the order of its axes, too."""
+
+        def made(method: str, *args: Any) -> fx.Node:
+            node = self.graph.call_method(method, args)
+            self._describe(node)
+            return node
+
+        self.check(made("is_contiguous", source), source.meta["contiguous"], "whether an input is contiguous", where)
+        if source.meta["contiguous"] or (layout := source.meta["layout"]) is None:
+            return
+        order, is_dense = layout
+        what = f"whether the axes of an input lie in the order {order}"
+        if is_dense:
+            self.check(made("is_contiguous", made("permute", source, list(order))), True, what, where)
+            return
+        axes = [axis for axis in order if source.meta["shape"][axis] > 1]
+        for outer, inner in itertools.pairwise(axes):
+            in_order = self.graph.call_function(
+                operator.ge, (made("stride", source, outer), made("stride", source, inner))
+            )
+            self._describe(in_order)
+            self.check(in_order, True, what, where)
 
     # Values made out of sight
 

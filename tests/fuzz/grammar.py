@@ -645,7 +645,7 @@ def view_write(d: Draft) -> None:
         f"nn.init.constant_({view}, 0.3)",
         f"F.selu({view}, inplace=True)", f"torch.mul({view}, 2, out={view})",
         f"F.rrelu({view}, 0.2, 0.2, inplace=True)",
-        f"torch.max({view}, 0, out=({view}[0], torch.zeros_like({view}[0], dtype=torch.long)))",
+        f"torch.max({view} * 1, 0, out=({view}[0], torch.zeros_like({view}[0], dtype=torch.long)))",
         f"F.dropout({view}, 1.0, True, True)", f"torch.nan_to_num({view} * 2, out={view})",
     ))  # fmt: skip
     if d.chance(0.7):

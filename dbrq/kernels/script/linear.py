@@ -1,6 +1,6 @@
 """Linear layers by torch's int8 kernel, and pointwise convolutions, which are linear layers over pixels."""
 
-# ruff: noqa: RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
+# ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
 from typing import TYPE_CHECKING, Any, List, Optional
 
