@@ -29,15 +29,15 @@ from ..lowering.onednn import OneDNNModel
 from ..lowering.onednn.library import Place, library, search
 from ..pytree import call_arguments, copied_inputs
 from ..workflow import prepare
-from .report import LOWERED_REPORT, Report, ReportRow, report
+from .report import Report, report
+from .rows import LOWERED_REPORT
+from .summary import is_tiny
 
 #: Flags of a CPU that int8 kernels depend on, as Linux names them.
 _FLAGS = (
     "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16",
 )  # fmt: skip
 _VARIABLES = re.compile(r"ONEDNN_|DNNL_|ATEN_CPU_CAPABILITY|DBRQ_|OMP_|GOMP_|KMP_|MKL_NUM_THREADS|LD_PRELOAD$")
-#: Below so many multiply-accumulates the call of a kernel costs more than its numbers.
-_TINY = 100_000
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,8 @@ def _of_rows(found: Report) -> dict[str, Any]:
             for row in largest
         ],
         "reasons": {reason: macs / total for reason, macs in reasons.most_common() if macs},
-        "tiny": [row.path for row in found.rows if _is_tiny(row)],
+        "tiny": [row.path for row in found.rows if is_tiny(row)],
     }  # fmt: skip
-
-
-def _is_tiny(row: ReportRow) -> bool:
-    """An int8 layer with so little to do that quantizing and calling may cost more than float does."""
-    return row.precision == "int8" and row.weighs and 0 < row.macs < _TINY
 
 
 def _bits(model: nn.Module) -> int | None:

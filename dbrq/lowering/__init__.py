@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 import sys
 import threading
@@ -24,7 +23,8 @@ from ..graph.located import marked, naming_ops, op_of
 from ..graph.nodes import remove_dead
 from ..guards import without_autocast
 from ..hidden_state import state_of
-from ..inspection.report import ReportRow, report, rows_as_json
+from ..inspection.report import report
+from ..inspection.rows import ReportRow, as_json
 from ..quiet import quiet
 from ..rewriter import Recording, record, where_paths_part
 from ..version import __version__
@@ -157,7 +157,7 @@ def _on_onednn(
     for replaced in in_torch:
         model.keep_in_torch(replaced.nodes)
         model.lowering.reasons[replaced.op] = replaced.reason
-    model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
+    model.dbrq_report = _report_json(model.lowering, quantized)
     if verbose:
         print(model.lowering, file=sys.stderr)
     model.warm(inputs)
@@ -171,7 +171,7 @@ def _on_inductor(
     lowering = Lowering(graph, dtype)
     inductor.prepare(lowering)
     model = inductor.InductorModel(graph, returned, dtype, cpp_wrapper=cpp_wrapper)
-    model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
+    model.dbrq_report = _report_json(lowering, quantized)
     if verbose:
         print(lowering, file=sys.stderr)
     model.warm(inputs)
@@ -278,8 +278,8 @@ def _rebuilt(lowering: Lowering) -> fx.GraphModule:
     return fx.GraphModule(held, lowering.graph, class_name=type(lowering.module).__name__).eval()
 
 
-def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
-    """The converted model's report with the kernels that run now."""
+def _report_json(lowering: Lowering, quantized: nn.Module) -> str:
+    """The converted model's report with the kernels that run now, for keeping with the lowered model."""
 
     def now(row: ReportRow) -> ReportRow:
         if row.precision == "float":
@@ -288,7 +288,8 @@ def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
             return dataclasses.replace(row, precision="float", reason=reason, kernel="")
         return dataclasses.replace(row, kernel=lowering.kernels.get(row.path, row.kernel))
 
-    return [now(row) for row in report(quantized).rows]
+    found = report(quantized)
+    return as_json([now(row) for row in found.rows], dataclasses.replace(found.facts, stage="lowered"))
 
 
 def _keep_to_state(module: nn.Module, written: frozenset[str]) -> None:
@@ -306,7 +307,7 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module = lowering.module
     _keep_to_state(module, written_attributes(lowering.graph))
     module.dbrq_version = __version__  # type: ignore[assignment]  # torch's stubs know tensors and modules only
-    module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]  # likewise
+    module.dbrq_report = _report_json(lowering, quantized)  # type: ignore[assignment]  # likewise
     try:
         # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads.
         # Quiet of torch.jit's end, and of annotations of fx.GraphModule's own.

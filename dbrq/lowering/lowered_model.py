@@ -18,7 +18,7 @@ from ..errors import QuantizationError
 from ..graph.structure import fitted, without_asserts
 from ..graph.trials import owned
 from ..guards import check_move, without_gradient
-from ..inspection.report import LOWERED_REPORT
+from ..inspection.rows import LOWERED_REPORT
 from .graph_data import as_data
 
 
@@ -60,7 +60,7 @@ class LoweredModel(Held):
 
     #: Paths of the tensors that calls write to.
     _written: frozenset[str]
-    #: What ``report`` says of it, as ``rows_as_json`` writes it.
+    #: What ``report`` says of it, as ``as_json`` writes it.
     dbrq_report: str
 
     def __init__(
