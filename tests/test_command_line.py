@@ -125,6 +125,15 @@ def test_report_of_files_and_functions(capsys, files):
     assert out.splitlines()[0].startswith("path") and "what to do next" not in out
 
 
+def test_report_as_a_page(capsys, files):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    code, _, _ = called(capsys, "report", "int8.pt", "--html", "report.html")
+    assert code == 0 and (files / "report.html").read_text().startswith("<!DOCTYPE html>")
+    code, _, err = called(capsys, "report", "int8.pt", "--html", "no_folder/report.html")
+    assert code == 1 and "cannot be written" in err
+
+
 def test_compare(capsys, files):
     code, out, _ = called(capsys, "compare", "user_models:with_example", "user_models:quantized")
     assert code == 0 and "local (dB)" in out

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--threads", type=_count, metavar="N", help="of torch")
     one = command(report, "what a model runs in int8 and what in float, and why", "model")
     one.add_argument("--all", action="store_true", help="every op, not what fits a screen")
+    one.add_argument("--html", metavar="OUT", help="write a page, too (needs dbrq[report])")
     one = command(export, "write a model for other runtimes", "model")
     one.add_argument("--onnx", required=True, metavar="OUT", help="an ONNX file, in QDQ form")
     one = command(compare, "how far each op of B is from A, a float model", "a", "b")

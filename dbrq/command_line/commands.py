@@ -33,6 +33,8 @@ def report(options: Namespace) -> Result:
     """``dbrq report MODEL``"""
     of = subject(options.model, options.example)
     found = reporting.report(of.converted(_progress(options)) if of.stage == "float" else of.model)
+    if options.html:
+        found.save(options.html)
     data = {
         "model": found.facts.model, "stage": found.facts.stage, "coverage": found.coverage,
         "coverage_all": found.coverage_all, "bytes_before": found.facts.bytes_before,

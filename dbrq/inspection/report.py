@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from ..hidden_state import STATE, state_of
 from ..kernels import QParams
 from ..mappings import LEAVES, Role
 from ..record.record import Record, SeenOp, TensorInfo
+from .comparing import Comparison
+from .page import Contents, write
 from .rows import LOWERED_REPORT, ChosenRange, Facts, PathRow, ReportRow, from_json
 from .summary import headline, mmacs, reason_of, runs_int8, screen
 from .tables import Table
@@ -86,6 +89,31 @@ class Report(Table):
         if not taken:
             return text
         return f"{text}\n\npaths\n{tabulate(taken, ['module', 'call', 'path', 'times seen', 'ops', 'shared ops'])}"
+
+    def save(
+        self, path: str | os.PathLike, *, compare: Comparison | None = None, profile: Profile | None = None
+    ) -> None:
+        """Write the report as one HTML file that needs no other and no network (``pip install dbrq[report]``).
+
+        It has what ``str()`` and ``table()`` have, plots of time and of the ranges of activations (with histograms if
+        the report is a prepared model's: a converted one has forgotten them), the graph, and the environment.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            compare: what ``dbrq.compare`` found, for the error of each op.
+            profile: what ``dbrq.profile`` found, unless ``dbrq.report`` was given it already.
+
+        Raises:
+            ConfigurationError: jinja2 or matplotlib is missing, or the file cannot be written.
+        """
+        for name, given, kind in (("compare", compare, Comparison), ("profile", profile, Profile)):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigurationError(
+                    f"save takes what dbrq.{name} found", expected=f"{name}=dbrq.{name}(...)",
+                    got=type(given).__name__, hint=f"pass the result, not the model or dbrq.{name} itself",
+                )  # fmt: skip
+        write(Contents(self.rows, self.facts, self.coverage, self.coverage_all, self.paths, compare,
+                       self.profile if profile is None else profile), path)  # fmt: skip
 
     def _branching(self) -> list[PathRow]:
         """The paths of calls that have several."""

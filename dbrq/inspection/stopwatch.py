@@ -176,25 +176,23 @@ class _Timed:
 
 
 def profile_converted(model: nn.Module, inputs: tuple, kwargs: dict, repeats: int) -> Profile:
-    """``profile`` of a converted model: the least that each op took in ``repeats`` calls, and that a call took of as
-    many without a watch.
+    """``profile`` of a converted model: of each op the least that it took in ``repeats`` calls, and of what is left of
+    a call, too.
     """
-    plain, timed = working_copy(model, ()), working_copy(model, ())
-    clock = _Timed(timed)
-    whole, best = float("inf"), Stopwatch()
+    run = working_copy(model, ())
+    clock, best, rest = _Timed(run), Stopwatch(), float("inf")
     for turn in range(repeats + 1):  # in the first one, kernels are tried and weights packed
-        for run in (plain, timed):
-            args, options = copied_inputs((inputs, kwargs))
-            watch, start = clock.start(), time.perf_counter()
-            run(*args, **options)
-            if turn and run is plain:
-                whole = min(whole, (time.perf_counter() - start) * 1e6)
-            elif turn:
-                best = watch if turn == 1 else best.least(watch)
-    return _as_profile(model, best, whole)
+        args, options = copied_inputs((inputs, kwargs))
+        watch, start = clock.start(), time.perf_counter()
+        run(*args, **options)
+        taken = (time.perf_counter() - start) * 1e6
+        if turn:
+            rest = min(rest, taken - sum(op.microseconds for op in watch.taken.values()))
+            best = best.least(watch)
+    return _as_profile(model, best, max(rest, 0.0))
 
 
-def _as_profile(model: nn.Module, watch: Stopwatch, whole: float) -> Profile:
+def _as_profile(model: nn.Module, watch: Stopwatch, rest: float) -> Profile:
     rows = {row.path: row for row in report(model).rows}
     found = []
     for path, taken in watch.taken.items():
@@ -207,8 +205,8 @@ def _as_profile(model: nn.Module, watch: Stopwatch, whole: float) -> Profile:
     for taken in watch.taken.values():
         totals[_WORDS[taken.precision]] += taken.microseconds - taken.conversion
         totals[_CONVERSION] += taken.conversion
-    whole = max(whole, sum(totals.values()))
-    totals[_PYTHON] = whole - sum(totals.values())
+    totals[_PYTHON] = rest
+    whole = sum(totals.values())
     spent = dict(sorted(totals.items(), key=lambda item: -item[1]))
     return profile_of(found, whole=whole, spent=spent, why=tuple(_why(watch, spent, whole, rows)))
 

@@ -56,8 +56,10 @@ def reason_of(row: ReportRow) -> str:
     return row.kernel if row.precision == "int8" else row.reason
 
 
-def next_steps(rows: Sequence[ReportRow], facts: Facts, shares: Sequence[float]) -> Iterator[str]:
-    """What would make the model faster or smaller, what matters most first."""
+def next_steps(
+    rows: Sequence[ReportRow], facts: Facts, shares: Sequence[float], compared: bool = False
+) -> Iterator[str]:
+    """What would make the model faster or smaller, what matters most first; ``compared``: accuracy was looked at."""
     if facts.stage == "prepared":
         yield "calibrate it with data like those to come, then dbrq.convert and dbrq.lower"
     elif facts.stage == "converted":
@@ -71,7 +73,7 @@ def next_steps(rows: Sequence[ReportRow], facts: Facts, shares: Sequence[float])
     for reason, share in sorted(floats.items(), key=lambda item: -item[1])[:3]:
         if share >= _WORTH_SAYING:
             yield f"{share:.0%} of the time in float, in {_listed(paths[reason])}: {reason}"
-    if facts.stage != "prepared":
+    if facts.stage == "converted" and not compared:
         yield "dbrq.compare(float_model, quantized, example) shows which layers cost accuracy"
 
 

@@ -42,7 +42,7 @@ class Profile(Table):
     """Kernels in the order in which they run. ``str()`` is a table, with a line for each kind of kernel below.
 
     Attributes:
-        whole: microseconds of a call, the least of some; None where it was not taken.
+        whole: of converted models, microseconds of a call, of each part the least of some; else None.
         spent: of converted models, what a call does -> microseconds, all of ``whole``.
         why: of converted models, why they are slow, in sentences, what takes longest first.
     """
