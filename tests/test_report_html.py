@@ -121,8 +121,8 @@ def full(models, tmp_path_factory) -> Path:
 def test_a_full_page(full, models):
     page = checked(full)
     assert page.headings == [
-        "What to do next", "Kinds of ops", "Error of each op", "Time, measured", "Ranges of int8 activations", "All ops",
-        "Graph", "Paths", "Environment",
+        "What to do next", "Kinds of ops", "Error of each op", "Time, measured", "Ranges of int8 activations",
+        "All ops", "Graph", "Paths", "Environment",
     ]  # fmt: skip
     words = " ".join(page.words)
     for said in ("Branching, converted", torch.__version__, dbrq.__version__, "accumulated: as it runs", "local",
@@ -166,6 +166,7 @@ def test_names_are_text_and_no_elements(tmp_path):
         dbrq.report(each).save(tmp_path / f"{number}.html", compare=dbrq.compare(model, models.quantized, x))
         page = checked(tmp_path / f"{number}.html")
         assert "<img" not in (tmp_path / f"{number}.html").read_text() and name in "".join(page.words)
+        assert "".join(page.words).count("$x_1$") >= 4, "in plots, too, where others read mathematics"
 
 
 def test_models_with_little_to_show(tmp_path):

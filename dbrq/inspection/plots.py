@@ -27,7 +27,8 @@ _COLOURS = {
 _TEXT, _INT8, _FLOAT, _LINE, _ACCENT, _SOFT = _COLOURS
 PRECISION = {"int8": _INT8, "float": _FLOAT, "neither": _SOFT}
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": _TEXT, "text.color": _TEXT,
+    "svg.fonttype": "none", "text.parse_math": False,
+    "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": _TEXT, "text.color": _TEXT,
     "xtick.color": _LINE, "ytick.color": _LINE, "xtick.labelcolor": _TEXT, "ytick.labelcolor": _TEXT,
     "axes.facecolor": "none", "figure.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
     "grid.color": _LINE, "legend.frameon": False, "font.family": "sans-serif",
@@ -63,7 +64,7 @@ def bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str], 
     def draw(axes: Axes) -> None:
         places = range(len(names))
         axes.barh(places, values, color=colours, height=0.7)
-        axes.set_yticks(places, labels=[_end(name) for name in names])
+        axes.set_yticks(places, labels=[_end(name) for name in names], fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlabel(label)
         axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.3g}%")
@@ -104,7 +105,7 @@ def spans(ranges: Sequence[ChosenRange]) -> str:
     def draw(axes: Axes) -> None:
         for place, one in enumerate(ranges):
             axes.plot([one.low, one.high], [place, place], color=_INT8, linewidth=3, solid_capstyle="butt")
-        axes.set_yticks(range(len(ranges)), labels=[_end(one.op) for one in ranges])
+        axes.set_yticks(range(len(ranges)), labels=[_end(one.op) for one in ranges], fontsize=8)
         axes.set_ylim(len(ranges) - 0.5, -0.5)
         axes.axvline(0, color=_LINE, linewidth=0.8)
         widths = [one.high - one.low for one in ranges]
@@ -118,7 +119,7 @@ def spans(ranges: Sequence[ChosenRange]) -> str:
     return _drawn(draw, 0.7 + 0.17 * len(ranges))
 
 
-def _end(text: str, most: int = 40) -> str:
+def _end(text: str, most: int = 54) -> str:
     return text if len(text) <= most else f"\u2026{text[1 - most :]}"
 
 
