@@ -122,6 +122,16 @@ def test_weights_that_two_layers_share_count_once():
         assert (facts.bytes_before, facts.bytes_after) == (256, 64 + 32)
 
 
+def test_recurrent_layers_count():
+    from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
+
+    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    models = convert(nn.Sequential(nn.LSTM(8, 8)), torch.randn(3, 2, 8), mapping)
+    before, after = (getattr(dbrq.report(models.quantized).facts, f"bytes_{name}") for name in ("before", "after"))
+    assert before == state_bytes(nn.LSTM(8, 8)) and after < 0.6 * before
+    assert dbrq.report(models.prepared).facts.bytes_after < 0.6 * before
+
+
 # Rows in other forms
 
 
@@ -212,6 +222,22 @@ def test_local_errors_of_values_in_integers_and_in_place():
     rows = dbrq.compare(model, both.quantized, x).rows
     assert {row.path for row in rows} >= {"b", "c", "cat.0"} and all(row.local >= row.sqnr - 6 for row in rows)
     assert torch.equal(run(both.quantized, x), before)
+
+
+def test_infinite_elements_that_both_have_are_no_noise():
+    def forward(m, x):
+        return m.a(x).masked_fill(torch.eye(4).bool(), -math.inf) + 1.0
+
+    model, x = Call(forward, a=nn.Linear(4, 4)), torch.randn(4, 4)
+    rows = dbrq.compare(model, convert(model, x).quantized, x).rows
+    assert {row.path for row in rows} == {"a", "add.0"} and all(20 < row.sqnr < 80 for row in rows)
+
+
+def test_comparing_in_inference_mode(both):
+    model, models, x = both
+    expected = [(row.path, pytest.approx(row.local)) for row in dbrq.compare(model, models.quantized, x).rows]
+    with torch.inference_mode():
+        assert [(row.path, row.local) for row in dbrq.compare(model, models.quantized, x).rows] == expected
 
 
 def test_comparing_float_models_has_no_local_error(both):

@@ -63,10 +63,14 @@ class Comparison(Table):
 
 def sqnr(reference: Tensor, other: Tensor) -> float:
     """Signal to quantization noise ratio in dB: ``20 log10(|reference| / |reference - other|)``; inf where equal.
+    Infinite elements that are so in both (masks) count as equal, and for no signal.
 
     >>> round(sqnr(torch.tensor([1.0, 1.0]), torch.tensor([1.1, 0.9])))
     20
     """
+    same = reference.isinf() & (reference == other)
+    if bool(same.any()):
+        reference, other = reference.masked_fill(same, 0), other.masked_fill(same, 0)
     noise = torch.linalg.vector_norm((reference - other).double()).item()
     signal = torch.linalg.vector_norm(reference.double()).item()
     if noise == 0:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..calibration.observers import HistogramObserver, observed
 from ..calibration.session import QuantizedModelToken, qparams_of
 from ..calibration.surgery import uncompiled
+from ..eager.recurrent import recurrent_weights
 from ..errors import ConfigurationError, QuantizationError
 from ..hidden_state import STATE, state_of
 from ..kernels import QParams
@@ -231,12 +232,22 @@ def _bytes_to_come(model: nn.Module, token: QuantizedModelToken) -> tuple[int, i
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved: dict[str, int] = {}
     for op in token.record.hooked():
-        if op.decision.precision != "int8" or op.weight is None or op.weight.computed:
+        if op.decision.precision != "int8":
             continue
-        weight = token.modules[op.weight.path]._parameters.get(op.weight.name)
-        if weight is not None and (name := names.get(id(weight))) is not None and weight.dim():
-            saved[name] = weight.nbytes - weight.numel() - 4 * weight.shape[0]
+        for weight in _weights_of(op, token):
+            if weight is not None and (name := names.get(id(weight))) is not None and weight.dim():
+                saved[name] = weight.nbytes - weight.numel() - 4 * weight.shape[0]
     return before, before - sum(saved.values())
+
+
+def _weights_of(op: SeenOp, token: QuantizedModelToken) -> list[Tensor | None]:
+    """The parameters that will be int8 for an op."""
+    if op.row.role is Role.RECURRENT and op.module is not None:
+        module = token.modules[op.module]
+        return [module._parameters.get(name) for name, _ in recurrent_weights(module)]
+    if op.weight is None or op.weight.computed:
+        return []
+    return [token.modules[op.weight.path]._parameters.get(op.weight.name)]
 
 
 def _converted(token: QuantizedModelToken) -> Iterator[ChosenRange]:

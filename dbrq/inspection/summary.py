@@ -103,7 +103,9 @@ def weights(facts: Facts) -> str:
     if not facts.bytes_before:
         return ""
     ratio = facts.bytes_after / facts.bytes_before
-    return f"weights: {megabytes(facts.bytes_before)} in float, {megabytes(facts.bytes_after)} in int8 ({ratio:.0%})"
+    about = "about " if facts.stage == "prepared" else ""
+    before, after = megabytes(facts.bytes_before), megabytes(facts.bytes_after)
+    return f"weights: {before} in float, {about}{after} in int8 ({ratio:.0%})"
 
 
 def time_in_int8(rows: Sequence[ReportRow], profile: Profile | None) -> str:
