@@ -52,6 +52,12 @@ def by_name():
 def wrong():
     return 42
 
+def data_alone():
+    return alone(), None, [torch.ones(3, 8)]
+
+def nothing():
+    return alone(), None
+
 def fails():
     raise ValueError("the weights are not here")
 
@@ -119,6 +125,7 @@ def test_report_of_files_and_functions(capsys, files):
         code, found = as_json(capsys, "report", name)
         assert (code, found["stage"], found["coverage"]) == (0, stage, 1.0)
         assert [row["path"] for row in found["rows"]] == ["0", "1", "2"]
+    assert called(capsys, "doctor", "user_models:data_alone")[0] == 0, "the first of the data is an example"
     code, out, _ = called(capsys, "report", "int8.pt")
     assert code == 0 and "what to do next" in out
     code, out, _ = called(capsys, "report", "int8.pt", "--all")
@@ -213,6 +220,8 @@ def test_what_the_users_code_prints_is_no_part_of_the_result(capsys, folder):
         (["report", "user_models.deeper:make"], "no such module"),
         (["report", ":make"], "no such MODEL"),
         (["report", "user_models:no_such"], "no such function"),
+        (["report", "user_models.py:with_data"], "without .py, and with dots for folders: user_models:with_data"),
+        (["report", "user_models:nothing"], "--example"),
         (["report", "user_models:not_a_function"], "no function"),
         (["report", "user_models:wrong"], "(int)"),
         (["report", "user_models:alone"], "--example"),

@@ -27,7 +27,6 @@ the model, (model, example) or (model, example, data): the example is one call's
 or a dict of keyword arguments), data an iterable of such. A float model is quantized on its data, or on its example.
 Functions are run, and files too: name only those that you trust.
 """
-_NOTHING: Any = object()
 
 
 class UsageError(ConfigurationError):
@@ -41,13 +40,13 @@ class Subject:
     Attributes:
         name: as it was given.
         model: in whatever stage.
-        given: one call's inputs, if there are any.
+        given: one call's inputs; None: the first of the data, if there are any.
         data: items like it, or None.
     """
 
     name: str
     model: Any
-    given: Any = _NOTHING
+    given: Any = None
     data: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +55,7 @@ class Subject:
 
     @property
     def has_example(self) -> bool:
-        return self.given is not _NOTHING
+        return self.given is not None or self.data is not None
 
     @property
     def example(self) -> Any:
@@ -65,7 +64,9 @@ class Subject:
         Raises:
             UsageError: none are known.
         """
-        if not self.has_example:
+        if self.given is None and self.data is not None:
+            self.given = next(iter(self.data), None)
+        if self.given is None:
             raise UsageError(
                 f"{self.name} comes without an example of its inputs", expected="one call's inputs",
                 hint="--example FILE, or package.module:function that returns (model, example)",
@@ -128,6 +129,8 @@ def _called(spec: str) -> Subject:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # a package that the module itself imports
         hint = "it is looked for in this folder and where Python looks"
+        if module_name.endswith(".py"):
+            hint = f"without .py, and with dots for folders: {module_name[:-3].replace('/', '.')}:{path}"
         raise UsageError("there is no such module", expected="package.module:function", got=spec, hint=hint) from error
     except ValueError as error:  # ":make"
         raise UsageError("there is no such MODEL", expected="package.module:function", got=spec) from error

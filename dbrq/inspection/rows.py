@@ -86,8 +86,8 @@ class Facts:
         model: its class.
         stage: "prepared", "converted" or "lowered".
         bytes_before: of parameters and buffers, in float.
-        bytes_after: the same with int8 weights; of a prepared model about as they will be (weights that forward computes,
-            or that ops in float read as well, are told once it is converted).
+        bytes_after: the same with int8 weights; of a prepared model about as they will be: weights that forward
+            computes, or that ops in float read as well, show once it is converted.
         ranges: of the activations that are int8.
         edges: (number of the row that makes a value, number of one that reads it).
     """
