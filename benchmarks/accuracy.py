@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 
 NAMES = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16", "bert-base", "minilm")
 

@@ -15,7 +15,7 @@ from timing import interleaved
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 
 
 class Block(nn.Module):

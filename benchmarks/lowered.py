@@ -23,7 +23,7 @@ from timing import interleaved
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 
 ROWS = (("resnet18", 1), ("resnet50", 1), ("resnet50", 16), ("mobilenet_v2", 1), ("vit_b_16", 1), ("bert-base", 1),
         ("minilm", 1))  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import dbrq
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.of_inductor import pt2e

@@ -33,7 +33,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import dbrq
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 
 #: Called with what is known so far, since the process may die at any time.
 Tell = Callable[..., None]

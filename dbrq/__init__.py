@@ -29,9 +29,10 @@ from .errors import (
 )
 from .exporting.onnx import export_onnx
 from .exporting.program import export
+from .inspection.comparing import compare, log_values
 from .inspection.doctor import doctor
 from .inspection.profiling import profile
-from .inspection.report import compare, log_values, report
+from .inspection.report import report
 from .lowering import lower
 from .rewriter import rewrite
 from .selfcheck import set_self_check

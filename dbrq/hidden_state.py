@@ -90,9 +90,22 @@ def _train(module: nn.Module, previous: Callable | None, mode: bool = True) -> n
 
 
 def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
+    """What is hidden: all of it while observers watch, in short once converted (``print(module._auto_quant_state)`` has
+    all).
+    """
+    own, state = original(module, previous, "extra_repr")(), state_of(module)
+    hidden = state.in_short() if state.token.phase == "int8" else f"({STATE}): {state!r}"
+    return "\n".join(filter(None, (own, hidden)))
+
+
+def mark(module: nn.Module, words: str) -> None:
+    """Have a module print ``words`` behind its own settings, as ``Conv2d(3, 8, ..., int8)`` does."""
+    extend(module, {"extra_repr": _marked}, words)
+
+
+def _marked(module: nn.Module, previous: Callable | None, words: str) -> str:
     own = original(module, previous, "extra_repr")()
-    state = f"({STATE}): {state_of(module)!r}"
-    return f"{own}\n{state}" if own else state
+    return f"{own}, {words}" if own else words
 
 
 _EXTENSIONS: dict[str, Callable] = {

@@ -7,6 +7,7 @@ during a run.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -321,6 +322,12 @@ class AutoQuantizationState(nn.Module):
         return new
 
     # Printing
+
+    def in_short(self) -> str:
+        """Which ops of the module's own forward run in int8, for the line that its model prints; "" if none do."""
+        counts = Counter(op.op for op in self.ops() if op.decision.precision == "int8" and op.leaf is None)
+        ops = ", ".join(op if n == 1 else f"{op} x{n}" for op, n in counts.items())
+        return f"int8: {ops}" if ops else ""
 
     def extra_repr(self) -> str:
         lines = []

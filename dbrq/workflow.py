@@ -19,7 +19,7 @@ from .calibration.first_run import watch
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
 from .calibration.recorder import intercept
-from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place, token_of
+from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, mark_int8, place, token_of
 from .calibration.surgery import (
     bake,
     copied,
@@ -232,6 +232,7 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
     token.forget_calibration()
     token.phase, token.strict = "int8", strict
+    mark_int8(token)
     for module in modules.values():
         intercepted = module.__dict__.get("forward")
         if isinstance(intercepted, InterceptedForward) and intercepted.only_watched:

@@ -13,7 +13,7 @@ Everything that concerns dbrq is four lines of ``main``:
 ``quantize`` runs the model once to see which operations it consists of, runs it on all of the data to learn the range
 of every activation, and returns a copy with int8 kernels inside. The copy is used as the model was: same class, same
 arguments, same kind of output. Some dozens of samples are enough, and they need no labels; take them from what the
-model will meet in use. ``print(dbrq.report(quantized))`` lists every operation, and why those that stayed in float did.
+model will meet in use. ``dbrq.report(quantized).table()`` lists every operation, and why those in float stayed so.
 To take the steps one by one, call ``dbrq.prepare``, ``dbrq.calibrate`` and ``dbrq.convert``.
 
 ``lower`` makes a graph of fused kernels of it, a ``torch.jit.ScriptModule`` that needs no dbrq where it runs:

@@ -14,7 +14,9 @@ def test_ops_table_is_up_to_date():
 
 
 @pytest.mark.filterwarnings("ignore:dbrq. .* in float")
-@pytest.mark.parametrize("file, blocks", [("README.md", 3), ("docs/control_flow.md", 1), ("docs/onnx.md", 1)])
+@pytest.mark.parametrize(
+    "file, blocks", [("README.md", 3), ("docs/control_flow.md", 1), ("docs/onnx.md", 1), ("docs/reports.md", 1)]
+)
 def test_python_of_the_documentation_runs(file, blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)

@@ -104,8 +104,9 @@ def test_weight_gives_float_on_demand():
 
 @phases
 def test_printing_shows_ops_and_qparams(phase):
-    text = repr(in_phase(phase, net, X))
-    for shown in ("AutoQuantizationState", "_auto_quant_state", "conv2d", "features.0", "float32[4, 3, 9, 9]"):
+    model = in_phase(phase, net, X)
+    text = repr(model._auto_quant_state) + repr(model.features._auto_quant_state)
+    for shown in ("AutoQuantizationState", "conv2d", "features.0", "float32[4, 3, 9, 9]"):
         assert shown in text
     assert ("HistogramObserver" if phase == "prepared" else "scale=") in text
 

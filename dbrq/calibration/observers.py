@@ -181,7 +181,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
         if max(-low, high) < eps:
             scale, zero_point = 1.0, 0
         else:
-            search = _RangeSearch(*self._occupied(low, high), self.quant_min, self.quant_max, eps)
+            search = _RangeSearch(*self.occupied(low, high), self.quant_min, self.quant_max, eps)
             scale, zero_point = search.run(min(low, 0.0), max(high, 0.0))
         return torch.tensor([scale], dtype=torch.float32), torch.tensor([zero_point], dtype=torch.int32)
 
@@ -206,7 +206,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
         self.max_val.fill_(high)
         return exponent
 
-    def _occupied(self, low: float, high: float) -> tuple[Tensor, Tensor]:
+    def occupied(self, low: float, high: float) -> tuple[Tensor, Tensor]:
         """Edges and counts of the bins from ``low`` to ``high``, float64, shapes ``(n + 1,)`` and ``(n,)``."""
         width = 2.0 ** (_exponent(low, high) + 1) / self.bins
         first, last = math.floor(low / width), math.floor(high / width)

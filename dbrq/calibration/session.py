@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..eager.interfaces import Hook
 from ..eager.weights import trained_qparams
 from ..errors import ConfigurationError, NotCalibratedError, QuantizationError
 from ..guards import check_ready
-from ..hidden_state import state_of
+from ..hidden_state import mark, state_of
 from ..kernels import QParams
 from ..kernels.ranges import WANTED, is_narrow, makes_sense, saturates
 from ..quantization_state import AutoQuantizationState
@@ -304,6 +304,19 @@ def qparams_of(observer: nn.Module, op: SeenOp) -> QParams:
             hint="check its calibration, or set the op's qconfig to None",
         )  # fmt: skip
     return q
+
+
+def mark_int8(token: QuantizedModelToken) -> None:
+    """Have the layers of a converted model that are int8 say so where they are printed."""
+    ops: dict[str, list[SeenOp]] = {}
+    for op in token.record.hooked():
+        for path in {op.leaf, None if op.weight is None else op.weight.path} - {None}:
+            ops.setdefault(cast(str, path), []).append(op)
+    for path, its in ops.items():
+        int8 = [op.decision.mode for op in its if op.decision.precision == "int8"]
+        if int8:
+            how = {"static": "int8", "dynamic": "int8 dynamic", "weight_only": "int8 weights"}[int8[0]]
+            mark(token.modules[path], how if len(int8) == len(its) else f"{how}, float at times")
 
 
 def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:

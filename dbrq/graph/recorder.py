@@ -173,7 +173,7 @@ class GraphRecorder(GraphWriter):
         node.meta["facts"] = seen(node, watched, list(zip(tensors, nodes, strict=True)), result, changed)
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
-        if called(node) in AS_LAID_OUT and tensors and isinstance(result, Tensor):
+        if called(node) in AS_LAID_OUT and isinstance(result, Tensor) and tensors and result.dtype is tensors[0].dtype:
             self._copies[node] = memory_of(result) != memory_of(tensors[0])
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), base_name(target))
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from .._torch import TorchDispatchMode, assert_, schema_of, without_function_modes
 from ..errors import SeveralPathsError
 from ..kernels import QParams
-from ..op_facts import AS_LAID_OUT, BY_MEMORY, Memory, called, memory_of
+from ..op_facts import BY_MEMORY, Memory, called, memory_of
 from ..pytree import tree_leaves
 from ..record.callsite import user_line
 from ..record.parameters import ParameterRef
@@ -361,7 +361,7 @@ class GraphWriter:
         """
         memory = Memory(self.graph)
         for node in list(self.graph.nodes):
-            if called(node) in BY_MEMORY or (called(node) in AS_LAID_OUT and memory.is_written(node)):
+            if called(node) in BY_MEMORY or (node in self._copies and memory.is_written(node)):
                 with self.graph.inserting_before(node):
                     self.hold_layouts_behind(node)
 
@@ -371,14 +371,13 @@ class GraphWriter:
         """
         memory = Memory(self.graph)
         for node in list(self.graph.nodes):
-            if called(node) not in AS_LAID_OUT or not memory.is_written(node) or node not in self._copies:
+            if node not in self._copies or not memory.is_written(node):
                 continue
             source = node.all_input_nodes[0]
             if self._copies[node]:
                 with self.graph.inserting_before(node):
                     copy = self.graph.call_method("clone", (source,))
-                copy.meta.update(source.meta)
-                copy.meta.pop("facts", None)
+                copy.meta.update({key: value for key, value in source.meta.items() if key not in ("facts", "op")})
                 node.replace_input_with(source, copy)
             elif called(node) in ("contiguous", "to"):
                 node.replace_all_uses_with(source)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-import platform
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -29,15 +26,10 @@ from ..lowering.onednn import OneDNNModel
 from ..lowering.onednn.library import Place, library, search
 from ..pytree import call_arguments, copied_inputs
 from ..workflow import prepare
-from .report import LOWERED_REPORT, Report, ReportRow, report
-
-#: Flags of a CPU that int8 kernels depend on, as Linux names them.
-_FLAGS = (
-    "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16",
-)  # fmt: skip
-_VARIABLES = re.compile(r"ONEDNN_|DNNL_|ATEN_CPU_CAPABILITY|DBRQ_|OMP_|GOMP_|KMP_|MKL_NUM_THREADS|LD_PRELOAD$")
-#: Below so many multiply-accumulates the call of a kernel costs more than its numbers.
-_TINY = 100_000
+from .machine import cpu, read, torch_facts
+from .report import Report, report
+from .rows import LOWERED_REPORT
+from .summary import is_tiny
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def doctor(
         raise ConfigurationError("there are example inputs, and no model", hint="dbrq.doctor(model, example_inputs)")
     facts = None if model is None else _of_model(uncompiled(model), args, kwargs)
     machine = {  # behind the model, whose run may find kernels that fail
-        "cpu": _cpu(), "torch": _torch(), "libdnnl": _libdnnl(), "compiler": _compiler(), "kernels": _kernels(),
+        "cpu": cpu(), "torch": torch_facts(), "libdnnl": _libdnnl(), "compiler": _compiler(), "kernels": _kernels(),
         "threads": _threads(),
     }  # fmt: skip
     advice = [] if facts is None else _faster(facts, machine)
@@ -133,42 +125,6 @@ def doctor(
 
 
 # The machine
-
-
-def _cpu() -> dict[str, Any]:
-    described = _read("/proc/cpuinfo")
-    name = re.search(r"^model name\s*: (.*)$", described, re.MULTILINE)
-    flags = re.search(r"^flags\s*: (.*)$", described, re.MULTILINE)
-    cores = set(re.findall(r"^physical id\s*: (\d+)$.*?^core id\s*: (\d+)$", described, re.MULTILINE | re.DOTALL))
-    known = set(flags[1].split()) if flags else set()
-    return {
-        "name": name[1] if name else platform.processor() or platform.machine(),
-        "cores": len(cores) or os.cpu_count(),
-        "usable_threads": _usable(),
-        "instruction_sets": [flag for flag in _FLAGS if flag in known],
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.match(name)},
-    }
-
-
-def _usable() -> int:
-    """Threads of the CPU that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # another system than Linux, or no such file there
-        return ""
-
-
-def _torch() -> dict[str, Any]:
-    onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    return {
-        "version": str(torch.__version__),
-        "onednn": onednn[1] if onednn else None,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 def _libdnnl() -> dict[str, Any]:
@@ -203,7 +159,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _threads() -> dict[str, Any]:
-    loaded = {line.split(maxsplit=5)[-1].strip() for line in _read("/proc/self/maps").splitlines() if ".so" in line}
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in read("/proc/self/maps").splitlines() if ".so" in line}
     runtimes = sorted(path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
     return {
         "of_torch": torch.get_num_threads(),
@@ -300,13 +256,8 @@ def _of_rows(found: Report) -> dict[str, Any]:
             for row in largest
         ],
         "reasons": {reason: macs / total for reason, macs in reasons.most_common() if macs},
-        "tiny": [row.path for row in found.rows if _is_tiny(row)],
+        "tiny": [row.path for row in found.rows if is_tiny(row)],
     }  # fmt: skip
-
-
-def _is_tiny(row: ReportRow) -> bool:
-    """An int8 layer with so little to do that quantizing and calling may cost more than float does."""
-    return row.precision == "int8" and row.weighs and 0 < row.macs < _TINY
 
 
 def _bits(model: nn.Module) -> int | None:

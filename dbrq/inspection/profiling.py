@@ -1,106 +1,67 @@
-"""``profile``: where the time of a lowered model goes, kernel by kernel."""
+"""``profile``: where the time of a lowered or converted model goes."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
-from ..calibration.surgery import random_state_kept
+from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ConfigurationError
+from ..hidden_state import state_of
 from ..lowering.lowered_model import LoweredModel, without_code
 from ..lowering.onednn import OneDNNModel
 from ..pytree import copied_inputs
-from .report import LOWERED_REPORT
+from .rows import LOWERED_REPORT
+from .stopwatch import profile_converted
+from .timing import Profile, profile_of
 
 
-@dataclass(frozen=True)
-class ProfileRow:
-    """One kernel of one call.
-
-    Attributes:
-        op: path of the op it belongs to, as in reports; of torchscript models, torch's name of the kernel.
-        kernel: what computes: oneDNN's name of the implementation, or torch's of the function.
-        computes: in words, what is fused included.
-        shape: of its result.
-        microseconds: the least of some executions.
-        gops: billions of operations a second, two for each multiply-accumulate; None where they do not count.
-        share: of the whole, 0 to 1.
-    """
-
-    op: str
-    kernel: str
-    computes: str
-    shape: tuple[int, ...]
-    microseconds: float
-    gops: float | None
-    share: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Kernels in the order in which they run. ``str()`` is a table, with a line for each kind of kernel below."""
-
-    rows: tuple[ProfileRow, ...]
-
-    @property
-    def microseconds(self) -> float:
-        """Of all kernels together."""
-        return sum(row.microseconds for row in self.rows)
-
-    def __str__(self) -> str:
-        table = [
-            [row.op, row.computes, row.kernel, "x".join(map(str, row.shape)), f"{row.microseconds:.1f}",
-             "" if row.gops is None else f"{row.gops:.0f}", f"{row.share:.1%}"]
-            for row in self.rows
-        ]  # fmt: skip
-        head = ["op", "computes", "kernel", "shape", "us", "GOP/s", "share"]
-        kinds: dict[str, float] = {}
-        for row in self.rows:
-            kinds[row.computes] = kinds.get(row.computes, 0.0) + row.share
-        summary = [[kind, f"{share:.1%}"] for kind, share in sorted(kinds.items(), key=lambda item: -item[1])]
-        return "\n\n".join([tabulate(table, head, disable_numparse=True), tabulate(summary, ["computes", "share"]),
-                            f"{self.microseconds:.0f} us in {len(self.rows)} kernels"])  # fmt: skip
-
-
-def profile(lowered: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) -> Profile:
-    """Time per kernel of a lowered model.
+def profile(model: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) -> Profile:
+    """Time per kernel of a lowered model, or per op of a converted one, and why that is slow.
 
     Args:
-        lowered: what ``lower`` returned. Of models for the onednn backend each primitive is timed by itself, in the
-            order of a call; of others torch's profiler gives the time of each of torch's ops. (Code that Inductor
-            generated is none of them.)
+        model: what ``lower`` or ``convert`` returned. Of models for the onednn backend each primitive is timed by
+            itself, in the order of a call; of others torch's profiler gives the time of each of torch's ops. (Code that
+            Inductor generated is none of them.) Of a converted model each op is timed, with what it takes to turn
+            floats into integers and back; the rest of a call is Python. (Fused ops count where the fusion begins; a
+            dynamic layer's quantizing is part of its kernel.)
         inputs, kwargs: a call's arguments.
-        repeats: how often the model runs; the least time of each kernel counts.
+        repeats: how often the model runs; the least time of each kernel counts, or of converted models the fastest
+            call.
 
     Raises:
-        ConfigurationError: ``lowered`` is no lowered model.
+        ConfigurationError: ``model`` is neither, or ``repeats`` is less than 1.
 
     >>> import dbrq
-    >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
-    >>> lowered = dbrq.lower(dbrq.quantize(model, [torch.randn(8, 64)]), torch.randn(8, 64))
-    >>> any("qlinear_pointwise" in row.kernel for row in dbrq.profile(lowered, torch.randn(8, 64)).rows)
+    >>> model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU()), torch.randn(8, 64)
+    >>> quantized = dbrq.quantize(model, [x])
+    >>> any("qlinear_pointwise" in row.kernel for row in dbrq.profile(dbrq.lower(quantized, x), x).rows)
+    True
+    >>> any("dbrq.lower" in sentence for sentence in dbrq.profile(quantized, x).why)
     True
     """
-    if not isinstance(getattr(lowered, LOWERED_REPORT, None), str):
-        raise ConfigurationError("profile takes lowered models", got=type(lowered).__name__, hint="see dbrq.lower")
+    model = uncompiled(model)
+    lowered = isinstance(getattr(model, LOWERED_REPORT, None), str)
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if not lowered and (state is None or state.token.phase != "int8"):
+        raise ConfigurationError(
+            "profile takes converted and lowered models", got=type(model).__name__, hint="see dbrq.convert, dbrq.lower"
+        )
+    if repeats < 1:
+        raise ConfigurationError("a profile takes calls", expected="repeats of 1 or more", got=repeats)
     inputs, kwargs = copied_inputs((inputs, kwargs))
-    with torch.no_grad(), random_state_kept(), _state_kept(lowered):
-        if isinstance(lowered, OneDNNModel):
-            found = lowered.timed(inputs, kwargs, repeats)
-        else:
-            found = _torch_times(lowered, inputs, kwargs, repeats)
-    total = sum(row[4] for row in found) or 1.0
-    return Profile(tuple(
-        ProfileRow(op, kernel, computes, shape, us, 2e-3 * macs / us if macs and us else None, us / total)
-        for op, kernel, computes, shape, us, macs in found
-    ))  # fmt: skip
+    with torch.no_grad(), random_state_kept():
+        if not lowered:
+            return profile_converted(model, inputs, kwargs, repeats)
+        with _state_kept(model):
+            if isinstance(model, OneDNNModel):
+                return profile_of(model.timed(inputs, kwargs, repeats))
+            return profile_of(_torch_times(model, inputs, kwargs, repeats))
 
 
 @contextlib.contextmanager

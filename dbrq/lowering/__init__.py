@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 import sys
 import threading
@@ -24,7 +23,9 @@ from ..graph.located import marked, naming_ops, op_of
 from ..graph.nodes import remove_dead
 from ..guards import without_autocast
 from ..hidden_state import state_of
-from ..inspection.report import ReportRow, report, rows_as_json
+from ..inspection.report import report
+from ..inspection.rows import ReportRow, as_json
+from ..progress import Stages
 from ..quiet import quiet
 from ..rewriter import Recording, record, where_paths_part
 from ..version import __version__
@@ -55,6 +56,7 @@ def lower(
     dtype: torch.dtype = torch.float32,
     verbose: bool = False,
     cpp_wrapper: bool = False,
+    progress: bool | None = None,
 ) -> nn.Module:
     """A converted model as a graph of fused int8 kernels.
 
@@ -69,8 +71,11 @@ def lower(
             oneDNN takes; it needs a C++ compiler where the model runs. Each new shape may be compiled again, once:
             the sizes in which it differs are free from then on.
         dtype: of what stays float: ``torch.float32`` or ``torch.bfloat16``. Inputs and outputs keep theirs.
-        verbose: print what fused where, and what did not and why. The environment variable DBRQ_VERBOSE does too.
+        verbose: print what is being done, what fused where, and what did not and why. The environment variable
+            DBRQ_VERBOSE does too.
         cpp_wrapper: for inductor, have C++ rather than Python call the kernels.
+        progress: show what is being done, as large models take tens of seconds (needs tqdm); None means: if stderr is
+            a terminal.
 
     Returns:
         The lowered model, in eval mode. ``report`` reads it, ``save`` and ``load`` keep it. A model for which
@@ -101,30 +106,37 @@ def lower(
         prepared = prepare(quantized, example_inputs, float_only, example_kwargs=example_kwargs)
         quantized = convert(prepared, inplace=True)
     verbose = verbose or VERBOSE
+    stages = Stages(f"lowering to {backend}", progress, verbose)
 
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
         def build(graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...]) -> nn.Module:
+            stages.at("fusing")
             if backend == "onednn":
-                return _on_onednn(graph, inputs, in_torch, module, dtype, verbose)
-            if backend == "inductor":
-                return _on_inductor(graph, inputs, module, dtype, verbose, cpp_wrapper)
-            return _on_torchscript(graph, inputs, in_torch, module, dtype, verbose)
+                model = _on_onednn(graph, inputs, in_torch, module, dtype, stages)
+            elif backend == "inductor":
+                model = _on_inductor(graph, inputs, module, dtype, stages, cpp_wrapper)
+            else:
+                model = _on_torchscript(graph, inputs, in_torch, module, dtype, stages)
+            stages.at("comparing with the converted model")
+            return model
 
         with naming_ops(f"lowering to {backend}", recording.graph.graph):
             return agreeing(recording, build, dtype)
 
-    if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
-        try:
-            return lowered(record(quantized, example_inputs, example_kwargs), quantized)
-        except SeveralPathsError as error:
-            if verbose:
-                print(f"lowered in parts: {error}", file=sys.stderr)
-    return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
+    with stages:
+        stages.at("recording the graph")
+        if where_paths_part(token_of(quantized, "int8", "lower").record, "") is None:
+            try:
+                return lowered(record(quantized, example_inputs, example_kwargs), quantized)
+            except SeveralPathsError as error:
+                if verbose:
+                    print(f"lowered in parts: {error}", file=sys.stderr)
+        return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
 
 
 def _on_torchscript(
     graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
-    verbose: bool,
+    stages: Stages,
 ) -> nn.Module:  # fmt: skip
     decisions = graph.meta.get("decisions", ())
     _check_scriptable(graph, inputs)
@@ -132,11 +144,13 @@ def _on_torchscript(
     lowering = lower_graph(graph, dtype, in_torch)
     if dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
-    if verbose:
+    if stages.verbose:
         print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
     test = SelfTest(lowering, inputs, expected, widest)
     test.hold(lowering.module)
+    stages.at("compiling TorchScript")
     scripted = _scripted(lowering, quantized)
+    stages.at("running the example")
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
     with random_state_kept():
@@ -151,29 +165,31 @@ def _on_torchscript(
 
 def _on_onednn(
     graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
-    verbose: bool,
+    stages: Stages,
 ) -> nn.Module:  # fmt: skip
     model = OneDNNModel(graph, returned_of(graph), dtype)
     for replaced in in_torch:
         model.keep_in_torch(replaced.nodes)
         model.lowering.reasons[replaced.op] = replaced.reason
-    model.dbrq_report = json.dumps(rows_as_json(_rows(model.lowering, quantized)))
-    if verbose:
+    model.dbrq_report = _report_json(model.lowering, quantized)
+    if stages.verbose:
         print(model.lowering, file=sys.stderr)
+    stages.at("making kernels for the example")
     model.warm(inputs)
     return model
 
 
 def _on_inductor(
-    graph: fx.GraphModule, inputs: tuple, quantized: nn.Module, dtype: torch.dtype, verbose: bool, cpp_wrapper: bool
+    graph: fx.GraphModule, inputs: tuple, quantized: nn.Module, dtype: torch.dtype, stages: Stages, cpp_wrapper: bool
 ) -> nn.Module:
     returned = returned_of(graph)
     lowering = Lowering(graph, dtype)
     inductor.prepare(lowering)
     model = inductor.InductorModel(graph, returned, dtype, cpp_wrapper=cpp_wrapper)
-    model.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))
-    if verbose:
+    model.dbrq_report = _report_json(lowering, quantized)
+    if stages.verbose:
         print(lowering, file=sys.stderr)
+    stages.at("making kernels for the example")
     model.warm(inputs)
     return model
 
@@ -278,8 +294,8 @@ def _rebuilt(lowering: Lowering) -> fx.GraphModule:
     return fx.GraphModule(held, lowering.graph, class_name=type(lowering.module).__name__).eval()
 
 
-def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
-    """The converted model's report with the kernels that run now."""
+def _report_json(lowering: Lowering, quantized: nn.Module) -> str:
+    """The converted model's report with the kernels that run now, for keeping with the lowered model."""
 
     def now(row: ReportRow) -> ReportRow:
         if row.precision == "float":
@@ -288,7 +304,8 @@ def _rows(lowering: Lowering, quantized: nn.Module) -> list[ReportRow]:
             return dataclasses.replace(row, precision="float", reason=reason, kernel="")
         return dataclasses.replace(row, kernel=lowering.kernels.get(row.path, row.kernel))
 
-    return [now(row) for row in report(quantized).rows]
+    found = report(quantized)
+    return as_json([now(row) for row in found.rows], dataclasses.replace(found.facts, stage="lowered"))
 
 
 def _keep_to_state(module: nn.Module, written: frozenset[str]) -> None:
@@ -306,7 +323,7 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     module = lowering.module
     _keep_to_state(module, written_attributes(lowering.graph))
     module.dbrq_version = __version__  # type: ignore[assignment]  # torch's stubs know tensors and modules only
-    module.dbrq_report = json.dumps(rows_as_json(_rows(lowering, quantized)))  # type: ignore[assignment]  # likewise
+    module.dbrq_report = _report_json(lowering, quantized)  # type: ignore[assignment]  # likewise
     try:
         # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads.
         # Quiet of torch.jit's end, and of annotations of fx.GraphModule's own.

@@ -19,7 +19,7 @@ from ..graph.nodes import leaves
 from ..graph.structure import fitted, without_asserts
 from ..graph.trials import owned
 from ..guards import check_move, without_gradient
-from ..inspection.report import LOWERED_REPORT
+from ..inspection.rows import LOWERED_REPORT
 from ..op_facts import Memory
 from .graph_data import as_data
 

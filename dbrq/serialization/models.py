@@ -18,7 +18,7 @@ from .. import selfcheck
 from ..calibration.surgery import uncompiled
 from ..errors import LoadError, QuantizationError
 from ..hidden_state import state_of
-from ..inspection.report import LOWERED_REPORT
+from ..inspection.rows import LOWERED_REPORT
 from ..kernels.ranges import SAFE, saturates
 from ..lowering.graph_data import from_data
 from ..lowering.lowered_model import LoweredModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import operator
@@ -223,7 +224,8 @@ class Run:
                     prepared(*(scaled(value, factor) for value in program.inputs(0, variant)))
                 for number, args in enumerate(self.args[1:], 1):
                     if structure(args) == structure(self.args[0]):
-                        prepared(*program.inputs(number))
+                        with contextlib.suppress(*REJECTED):  # as the float model does
+                            prepared(*program.inputs(number))
             self.stage("convert")
             converted = dbrq.convert(prepared)
         except Exception as error:

@@ -17,7 +17,7 @@ from dbrq.graph import agreement
 from dbrq.graph.agreement import Reference
 from dbrq.graph.nodes import QUANTIZE
 from dbrq.graph.trials import Trial
-from dbrq.inspection.report import sqnr
+from dbrq.inspection.comparing import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel
 from dbrq.lowering.lowered_model import LoweredModel

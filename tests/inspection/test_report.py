@@ -123,7 +123,7 @@ def test_rows_are_the_same_after_load(tmp_path):
 
 def test_the_table():
     converted = convert(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1)), torch.randn(2, 4)).quantized
-    text = str(dbrq.report(converted))
+    text = dbrq.report(converted).table()
     lines = text.splitlines()
     assert lines[0].split()[:3] == ["path", "op", "precision"]
     assert len(lines) == 2 + 2 + 1 and "100.0%" in lines[-1]
