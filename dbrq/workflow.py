@@ -38,6 +38,8 @@ from .mappings import Role
 from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState
 from .record.record import SeenOp
+from .serialization.described import Described
+from .serialization.pretrained_files import offer_save_pretrained
 
 
 @without_autocast()
@@ -245,9 +247,15 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             keys = {key for op in state.ops() for key in _keys(op)}
             state.keep_qparams({key: qparams[key] for key in sorted(keys)})
             state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
+    _seal(target, token, strict)
+    return target
+
+
+def _seal(target: nn.Module, token: QuantizedModelToken, strict: bool) -> None:
+    """From now on ``target`` is a converted model."""
     token.forget_calibration()
     token.phase, token.strict = "int8", strict
-    for module in modules.values():
+    for module in token.modules.values():
         intercepted = module.__dict__.get("forward")
         if isinstance(intercepted, InterceptedForward) and intercepted.only_watched:
             intercepted.remove()
@@ -256,10 +264,32 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             parameter.requires_grad_(False)
         parameter.grad = None
     freeze(target.eval())
+    offer_save_pretrained(target)
     token.warn_of_saturation()
     if selfcheck.enabled():
         _prove(token)
-    return target
+
+
+def restored(model: nn.Module, described: Described) -> nn.Module:
+    """``model``, of the class and structure of a converted model that was described, as that converted model.
+
+    Args:
+        model: a float model; it becomes the converted one, whatever its weights are.
+        described: what ``describe`` says of the converted one, and its tensors.
+
+    Raises:
+        LoadError: ``model`` is not of that structure, or the description is damaged.
+    """
+    model = bake(uncompile_children(model.eval()))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    described.check_structure(modules)
+    token = QuantizedModelToken(described.record, modules, None)
+    with torch.inference_mode(False), torch.no_grad():
+        _attach(model, token, tuple({type(modules[path]) for path in described.opaque}))
+        run_later_hooks_plainly(model, token)
+        described.put_into(model, token)
+    _seal(model, token, described.strict)
+    return model
 
 
 def _prove(token: QuantizedModelToken) -> None:

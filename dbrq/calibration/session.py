@@ -36,7 +36,7 @@ class QuantizedModelToken(ModelToken):
     Attributes:
         record: what all runs showed.
         modules: path -> module, for every name that a module has.
-        resolver: the user's choice of qconfigs, and of what stays float.
+        resolver: the user's choice of qconfigs, and of what stays float; None for a model from a file.
         keys: value id -> the key of its qparams, as placed last.
         observers: value key -> observer; each is registered in the state that reads the value first.
         ranges: value id -> minimum and maximum, for values that are not observed but might be.
@@ -48,7 +48,7 @@ class QuantizedModelToken(ModelToken):
         lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
 
-    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver) -> None:
+    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
         super().__init__("observe")
         self.record, self.modules, self.resolver = record, modules, resolver
         self.union = Union(record)
@@ -92,6 +92,7 @@ class QuantizedModelToken(ModelToken):
     def _join(self, watch: Watch, observing: Observing, comparable: bool) -> None:
         joined = Joined(self.union, watch.record, watch.joined, comparable)
         if joined.changed:
+            assert self.resolver is not None  # prepared models have one
             for op in joined.new:
                 self.resolver.assign_to(op)
             place(self, {})
