@@ -37,6 +37,7 @@ from .lowering import lower
 from .rewriter import rewrite
 from .selfcheck import set_self_check
 from .serialization.models import load, save
+from .serialization.pretrained import from_pretrained
 from .serialization.recipes import load_recipe, save_recipe
 from .version import __version__ as __version__
 from .workflow import calibrate, convert, find_fusions, prepare, quantize
@@ -65,6 +66,7 @@ __all__ = [
     "export",
     "export_onnx",
     "find_fusions",
+    "from_pretrained",
     "load",
     "load_recipe",
     "log_values",

@@ -1,6 +1,8 @@
 """Errors that tell the reader where, what was expected, what came, and what to do."""
 
+import difflib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +24,27 @@ def is_bug(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that matches nothing: those of ``known`` that are spelt most like it.
+
+    One whose last part is the same is like it, however much longer it is.
+
+    >>> nearest("encodr", ["encoder", "norm", "fc"])
+    "did you mean 'encoder'?"
+    """
+    known = sorted({each for each in known if each})
+    plain = name.replace("\\", "").strip("*.^$")
+    last = plain.rpartition(".")[2]
+    close = [each for each in known if last and each.rpartition(".")[2] == last][:1]
+    close += [each for each in difflib.get_close_matches(plain, known, n=3, cutoff=0.6) if each not in close]
+    if not close:  # the nearest of all, by their last part
+        by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
+        close = [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)]
+    if close:
+        return f"did you mean {' or '.join(map(repr, close[:3]))}?"
+    return f"there is {', '.join(map(repr, known[:8]))}{' ...' if len(known) > 8 else ''}" if known else "there is none"
 
 
 class QuantizationError(RuntimeError):

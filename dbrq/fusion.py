@@ -50,7 +50,7 @@ def _only_reader(record: Record, op: SeenOp) -> SeenOp | None:
 
 
 def _fits(record: Record, head: SeenOp, chain: list[SeenOp], before: SeenOp, op: SeenOp) -> bool:
-    if not op.hooked or record.values[op.result.id].is_exposed:
+    if not op.hooked or op.excluded or record.values[op.result.id].is_exposed:
         return False
     roles = [step.row.role for step in chain]
     if op.row.role is Role.NORM:

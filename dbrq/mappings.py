@@ -103,7 +103,7 @@ class OpRow:
         return self.name in ("cat", "stack")
 
     def __reduce__(self) -> tuple:
-        return _row, (self.name,)
+        return row_named, (self.name,)
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -379,8 +379,12 @@ OTHER = OpRow("other", Role.FLOAT)
 _BY_NAME = {row.name: row for row in (*TABLE, OTHER)}
 
 
-def _row(name: str) -> OpRow:
+def row_named(name: str) -> OpRow:
+    """The row of that name, as files have it."""
     return _BY_NAME[name]
+
+
+_row = row_named  # files of dbrq 0.1 name it so
 
 
 def _spellings() -> dict[Callable, Spelling]:

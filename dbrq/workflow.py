@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from . import selfcheck
 from ._torch import without_function_modes
 from .auto_trace import InterceptedForward, active
+from .calibration.data import Calls, Rest, classes_of
 from .calibration.first_run import watch
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
@@ -38,6 +38,8 @@ from .mappings import Role
 from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState
 from .record.record import SeenOp
+from .serialization.described import Described
+from .serialization.pretrained_files import offer_save_pretrained
 
 
 @without_autocast()
@@ -50,6 +52,7 @@ def prepare(
     inplace: bool = False,
     fuse: bool = True,
     non_traceable_module_classes: Sequence[type[nn.Module]] = (),
+    exclude: Iterable[str | type[nn.Module]] | str | type[nn.Module] = (),
 ) -> nn.Module:
     """Watch one run of ``model`` and return a copy that observes what its int8 ops will read.
 
@@ -62,12 +65,15 @@ def prepare(
         inplace: prepare the model itself, not a copy.
         fuse: whether batch norms, activations and adds fuse into the convolution or linear layer before them.
         non_traceable_module_classes: classes not to look into; their modules stay float.
+        exclude: patterns of module paths (``"*.lm_head"``, ``"decoder.*"``, as ``fnmatch`` has them) and classes, which
+            stay float with all that is inside them.
 
     Returns:
         A model of the same type. Run data through it (or use ``calibrate``), then ``convert`` it.
 
     Raises:
-        ConfigurationError: the model, the mapping or the inputs cannot be used.
+        ConfigurationError: the model, the mapping or the inputs cannot be used, or a name, a regex or an exclusion
+            matches nothing in the model.
 
     >>> prepared = prepare(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
     >>> type(prepared) is nn.Sequential
@@ -84,10 +90,10 @@ def prepare(
     record.default_recipe = qconfig_mapping is None
     target = uncompile_children(model if inplace else copied(model))
     modules = dict(target.named_modules(remove_duplicate=False))
-    resolver = QConfigResolver(mapping, modules)
+    resolver = QConfigResolver(mapping, modules, exclude)
     resolver.assign(record)
     token = QuantizedModelToken(record, modules, resolver)
-    token.fuse = fuse
+    token.fuse, token.given = fuse, classes_of(model, args, kwargs)
     with torch.inference_mode(False):  # observers are written to wherever the model runs
         _attach(target, token, opaque)
         place(token, {})
@@ -159,10 +165,13 @@ def calibrate(
 
     Args:
         prepared: what ``prepare`` returned.
-        data: items as ``example_inputs`` are given to ``prepare``.
+        data: a ``DataLoader``, a dataset, a generator, a list: items as ``example_inputs`` are given to ``prepare``.
+            What forward does not take of an item, by its signature and by what the example ran with, is dropped
+            with a note: labels behind the inputs, texts and ids beside them. Lists of numbers and arrays in a mapping
+            become tensors, those of one dimension batches of one. A tensor or a mapping alone is one batch.
         max_batches: stop after that many.
         progress: show a bar (needs tqdm); None means: if stderr is a terminal.
-        unpack: maps an item first, say to drop labels.
+        unpack: maps an item first, say to drop labels; what it returns is passed as it is.
 
     Each item may take a path of its own; what it shows joins what is known.
 
@@ -171,17 +180,25 @@ def calibrate(
 
     Raises:
         CalibrationError: NaN or infinity in a value to quantize.
+        NotCalibratedError: ``data`` is a generator that gives no items, as one that was used before.
+        ConfigurationError: it is not clear which parts of an item are arguments; ``unpack`` can say.
+
+    >>> prepared = prepare(nn.Linear(4, 3), torch.zeros(1, 4))
+    >>> loader = torch.utils.data.DataLoader([(torch.randn(4), 0), (torch.randn(4), 1)], batch_size=2)
+    >>> quantized = convert(calibrate(prepared, loader))  # labels are dropped
     """
-    token_of(uncompiled(prepared), "observe", "calibrate")
-    items = data if max_batches is None else itertools.islice(data, max_batches)
+    token = token_of(uncompiled(prepared), "observe", "calibrate")
+    return _calibrate(prepared, Calls(uncompiled(prepared), data, unpack, max_batches, token.given), progress)
+
+
+def _calibrate(prepared: nn.Module, calls: Iterable[tuple[tuple, dict]], progress: bool | None) -> nn.Module:
     with torch.no_grad():
-        for item in _with_progress(items, progress):
-            args, kwargs = call_arguments(item if unpack is None else unpack(item))
+        for args, kwargs in _with_progress(calls, progress):
             prepared(*args, **kwargs)
     return prepared
 
 
-def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+def _with_progress(data: Iterable[tuple[tuple, dict]], progress: bool | None) -> Iterable[tuple[tuple, dict]]:
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
     if not progress:
@@ -230,10 +247,16 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             keys = {key for op in state.ops() for key in _keys(op)}
             state.keep_qparams({key: qparams[key] for key in sorted(keys)})
             state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
+    _seal(target, token, strict)
+    return target
+
+
+def _seal(target: nn.Module, token: QuantizedModelToken, strict: bool) -> None:
+    """From now on ``target`` is a converted model."""
     token.forget_calibration()
     token.phase, token.strict = "int8", strict
     mark_int8(token)
-    for module in modules.values():
+    for module in token.modules.values():
         intercepted = module.__dict__.get("forward")
         if isinstance(intercepted, InterceptedForward) and intercepted.only_watched:
             intercepted.remove()
@@ -242,10 +265,32 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
             parameter.requires_grad_(False)
         parameter.grad = None
     freeze(target.eval())
+    offer_save_pretrained(target)
     token.warn_of_saturation()
     if selfcheck.enabled():
         _prove(token)
-    return target
+
+
+def restored(model: nn.Module, described: Described) -> nn.Module:
+    """``model``, of the class and structure of a converted model that was described, as that converted model.
+
+    Args:
+        model: a float model; it becomes the converted one, whatever its weights are.
+        described: what ``describe`` says of the converted one, and its tensors.
+
+    Raises:
+        LoadError: ``model`` is not of that structure, or the description is damaged.
+    """
+    model = bake(uncompile_children(model.eval()))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    described.check_structure(modules)
+    token = QuantizedModelToken(described.record, modules, None)
+    with torch.inference_mode(False), torch.no_grad():
+        _attach(model, token, tuple({type(modules[path]) for path in described.opaque}))
+        run_later_hooks_plainly(model, token)
+        described.put_into(model, token)
+    _seal(model, token, described.strict)
+    return model
 
 
 def _prove(token: QuantizedModelToken) -> None:
@@ -289,24 +334,30 @@ def quantize(
     max_batches: int | None = None,
     progress: bool | None = None,
     inplace: bool = False,
+    exclude: Iterable[str | type[nn.Module]] | str | type[nn.Module] = (),
 ) -> nn.Module:
     """``prepare`` on the first item of ``data``, ``calibrate`` on all of them (the first too), ``convert``.
 
-    Arguments as in those; raises what they raise, and NotCalibratedError where ``data`` is empty.
+    Arguments as in those; raises what they raise, and NotCalibratedError where ``data`` is empty. There is no example beside the data here, so where forward could
+    take the whole of a loader's items, or less, ``unpack`` must say what is passed.
 
     >>> quantized = quantize(nn.Linear(4, 3), [torch.randn(2, 4)])
     >>> quantized(torch.randn(5, 4)).shape
     torch.Size([5, 3])
     """
-    iterator = iter(data)
-    try:
-        first = next(iterator)
-    except StopIteration:
-        raise NotCalibratedError("there is no calibration data", expected="at least one item", got="none") from None
-
-    example = first if unpack is None else unpack(first)
-    prepared = prepare(model, example, qconfig_mapping, inplace=inplace)
-    calibrate(prepared, itertools.chain([first], iterator), max_batches=max_batches, progress=progress, unpack=unpack)
+    model = uncompiled(model)
+    _check_model(model)
+    calls = Calls(model, data, unpack, max_batches)
+    iterator = iter(calls)
+    first = next(iterator, None)
+    if first is None:
+        raise NotCalibratedError(
+            "there is no calibration data", expected="at least one item, and max_batches of 1 or more",
+            got="no item", hint="check what the data is made of",
+        )  # fmt: skip
+    args, kwargs = first
+    prepared = prepare(model, args, qconfig_mapping, example_kwargs=kwargs, inplace=inplace, exclude=exclude)
+    _calibrate(prepared, Rest(first, iterator, calls), progress)
     return convert(prepared, inplace=True)
 
 

@@ -71,8 +71,8 @@ class Placement:
 
     def __init__(self, record: Record, fuse: bool, forced: dict[int, str] | None = None) -> None:
         self.record = record
-        self.forced = forced or {}  # id(op) -> reason
-        self.reasons: dict[int, str] = {}
+        self.reasons: dict[int, str] = {id(op): op.excluded for op in record.ops if op.excluded}
+        self.forced = self.reasons | (forced or {})  # id(op) -> reason
         self.modes: dict[int, str] = {}
         self._weight_makers = self._find_weight_makers()
         self.hard = [op for op in record.hooked() if self._computes(op)]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization import QConfig, QConfigMapping
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..errors import ConfigurationError
-from ..mappings import OpRow
+from ..errors import ConfigurationError, nearest
+from ..mappings import FUNCTIONS, OpRow
 from ..record.record import Record, SeenOp
+from .exclusion import Exclusion
 from .observers import default_qconfig_mapping
 
 _INT8 = (torch.quint8, torch.qint8, torch.uint8, torch.int8)
@@ -67,15 +69,41 @@ def symmetric_weight(qconfig: QConfig) -> bool:
 
 class QConfigResolver:
     """Looks up the qconfig of each op of a record, in order: object order, name, regex, type, global; last as FX has
-    it.
+    it. Also says which ops stay float whatever their qconfig.
+
+    Names, regexes, and numbers of ops that match nothing are mistakes of who wrote them, and raise. Object types need
+    not be in the model: they are kinds of ops, and one mapping, such as torch's own defaults, serves many models.
     """
 
-    def __init__(self, mapping: QConfigMapping, modules: dict[str, nn.Module]) -> None:
-        self.mapping, self.modules = mapping, modules
+    def __init__(self, mapping: QConfigMapping, modules: dict[str, nn.Module], exclude: Any = ()) -> None:
+        _check_names(mapping, modules)
+        self.mapping, self.modules, self.exclusion = mapping, modules, Exclusion(exclude, modules)
         self._counts: dict[tuple[str, Any], int] = defaultdict(int)
+        self._met: Counter[tuple[str, Any]] = Counter()  # the same, under every spelling of the op
 
     def assign(self, record: Record) -> None:
-        for op in record.hooked():
+        """Give each op of the watched run its qconfig.
+
+        Raises:
+            ConfigurationError: an entry by order is about an op that did not run.
+        """
+        for op in record.ops:
+            self.assign_to(op)
+        for name, kind_, number in self.mapping.module_name_object_type_order_qconfigs:
+            count = self._met[name, kind_]
+            if not 0 <= number < count:
+                spelled = getattr(kind_, "__name__", str(kind_))
+                raise ConfigurationError(
+                    f"the qconfig mapping has {spelled} number {number}, and the module ran {count} of them",
+                    path=name, op=spelled, got=number,
+                    expected=f"a number from 0 to {count - 1}" if count else "an op that ran there",
+                    hint="module_name_object_type_order counts the ops of one type that a module itself "
+                    "runs in the example, from 0",
+                )  # fmt: skip
+
+    def assign_to(self, op: SeenOp) -> None:
+        op.excluded = self.exclusion.reason(op)
+        if op.hooked:
             op.qconfig = self.resolve(op)
 
     def resolve(self, op: SeenOp) -> QConfig | None:
@@ -112,10 +140,54 @@ class QConfigResolver:
     def _by_order(self, path: str, keys: tuple, fallback: QConfig | None) -> QConfig | None:
         index = self._counts[path, keys[-1]]
         self._counts[path, keys[-1]] += 1
+        self._met.update((path, key) for key in set(keys))
         for (name, kind_, number), qconfig in self.mapping.module_name_object_type_order_qconfigs.items():
             if name == path and number == index and kind_ in keys:
                 return qconfig
         return fallback
+
+
+def _check_names(mapping: QConfigMapping, modules: Mapping[str, nn.Module]) -> None:
+    """Raise for a name or regex that matches no module, and for text that is no method."""
+    for name in mapping.module_name_qconfigs:
+        if not name or name not in modules:
+            raise _no_module("module name", name, modules)
+    for name, _, _ in mapping.module_name_object_type_order_qconfigs:
+        if name not in modules:
+            raise _no_module("module name", name, modules)
+    for pattern in mapping.module_name_regex_qconfigs:
+        try:
+            matches = any(re.match(pattern, path) for path in modules)
+        except re.error as error:
+            raise ConfigurationError(
+                f"the qconfig mapping has a regex that is none: {error}", expected="what re.match takes", got=pattern,
+            ) from error  # fmt: skip
+        if not matches:
+            raise _no_module("regex", pattern, modules)
+    methods = [each for each in mapping.object_type_qconfigs if isinstance(each, str)]
+    for name in methods:
+        known = (torch.Tensor, torch, F)  # torch's defaults name functions too, and methods that there might be
+        if name not in _ROW_NAMES and not any(
+            hasattr(each, n) for each in known for n in (name, name.removesuffix("_"))
+        ):
+            raise ConfigurationError(
+                f"the qconfig mapping has the object type {name!r}, which is no method of tensors", got=name,
+                expected="a class, a function, or the name of a method",
+                hint=nearest(name, (*_ROW_NAMES, *dir(torch.Tensor))),
+            )  # fmt: skip
+
+
+_ROW_NAMES = frozenset(spelling.row.name for spelling in FUNCTIONS.values())
+
+
+def _no_module(what: str, name: str, modules: Mapping[str, nn.Module]) -> ConfigurationError:
+    hint = nearest(name, modules) if name else "set_global is for the whole model"
+    if what == "regex":
+        hint += " (re.match: it must match from the start of the path)"
+    return ConfigurationError(
+        f"the qconfig mapping has the {what} {name!r}, which matches no module of the model",
+        expected="a path as model.named_modules() has them", got=repr(name), hint=hint,
+    )  # fmt: skip
 
 
 def _spellings(row: OpRow, spelling: str) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ class QuantizedModelToken(ModelToken):
     Attributes:
         record: what all runs showed.
         modules: path -> module, for every name that a module has.
-        resolver: the user's choice of qconfigs.
+        resolver: the user's choice of qconfigs, and of what stays float; None for a model from a file.
         keys: value id -> the key of its qparams, as placed last.
         observers: value key -> observer; each is registered in the state that reads the value first.
         ranges: value id -> minimum and maximum, for values that are not observed but might be.
@@ -44,10 +44,11 @@ class QuantizedModelToken(ModelToken):
         weight_axes: canonical place of each int8 weight -> axis of its scales.
         kept_weights: those of them that stay as float parameters too, for ops in float.
         states: module path -> state.
+        given: what the example ran with: name of the argument -> class; None where that is not known.
         lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
 
-    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver) -> None:
+    def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
         super().__init__("observe")
         self.record, self.modules, self.resolver = record, modules, resolver
         self.union = Union(record)
@@ -61,6 +62,7 @@ class QuantizedModelToken(ModelToken):
         self.kept_weights: set[tuple[str, str]] = set()
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
+        self.given: dict[str, type] | None = None
         self.lock = threading.RLock()
         self._packed: dict[tuple, dict] = {}
         self._kept: dict[Tag, tuple[str, Key]] | None = None
@@ -90,9 +92,9 @@ class QuantizedModelToken(ModelToken):
     def _join(self, watch: Watch, observing: Observing, comparable: bool) -> None:
         joined = Joined(self.union, watch.record, watch.joined, comparable)
         if joined.changed:
+            assert self.resolver is not None  # prepared models have one
             for op in joined.new:
-                if op.hooked:
-                    op.qconfig = self.resolver.resolve(op)
+                self.resolver.assign_to(op)
             place(self, {})
         observing.settle(joined.ops, joined.values)
 
@@ -106,7 +108,7 @@ class QuantizedModelToken(ModelToken):
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""
         self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
-        self.record.computed = {}
+        self.record.computed, self.given = {}, None
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:

@@ -200,7 +200,7 @@ def _check_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     check_weights(module, prefix.rstrip("."), values)
 
 
-def _hold(module: nn.Module, name: str, values: dict[str, Tensor]) -> None:
+def hold(module: nn.Module, name: str, values: dict[str, Tensor]) -> None:
     """Register what an int8 weight consists of."""
     if not any(held.endswith("_int8") for held in module._buffers):
         module.register_load_state_dict_pre_hook(_check_load)
@@ -239,13 +239,18 @@ def convert_weights(
         axis = found.pop() if len(found) == 1 else None
         values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
         axes[key] = axis if values["scale"].numel() > 1 else None
-        _hold(owner, key[1], values)
+        hold(owner, key[1], values)
         if key not in needed and key not in record.computed:
-            weight = Int8Weight.whole(owner, key[1], axes[key])  # one object wherever it is, as the parameter was
-            for path, name in record.parameter_names.get(key, [key]):
-                _forget(modules[path], name)
-                modules[path].__dict__[name] = weight
+            stand_in(record, key, axes[key], modules)
     return axes, needed & set(axes)
+
+
+def stand_in(record: Record, key: tuple[str, str], axis: int | None, modules: Mapping[str, nn.Module]) -> None:
+    """Put an ``Int8Weight`` in place of a parameter: one object wherever it is registered, as the parameter was."""
+    weight = Int8Weight.whole(modules[key[0]], key[1], axis)
+    for path, name in record.parameter_names.get(key, [key]):
+        _forget(modules[path], name)
+        modules[path].__dict__[name] = weight
 
 
 def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> None:
@@ -256,7 +261,13 @@ def convert_recurrent(module: nn.Module, names: Sequence[str], qconfig: Any) -> 
         observer(parameter.detach())
         scale, _ = observer.calculate_qparams()
         scale = scale.to(torch.float32).expand(parameter.shape[0]).contiguous()
-        _hold(module, name, {"int8": _symmetric(parameter.detach(), scale, 0, observer), "scale": scale})
+        hold(module, name, {"int8": _symmetric(parameter.detach(), scale, 0, observer), "scale": scale})
+    stand_in_recurrent(module, names)
+
+
+def stand_in_recurrent(module: nn.Module, names: Sequence[str]) -> None:
+    """The same, for the weight matrices of a recurrent layer."""
+    for name in names:
         _forget(module, name)
         module.__dict__[name] = Int8Weight.whole(module, name, 0)
     if isinstance(module, nn.RNNBase):

@@ -199,6 +199,12 @@ class LoweredModel(Held):
         check_move(fn, "", "a lowered model", "lower again, with dtype=torch.bfloat16 perhaps")
         return self
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        raise QuantizationError(
+            "a lowered model has no folder of its own", got="save_pretrained",
+            hint="dbrq.save(lowered, path) keeps it; save_pretrained of the converted model writes a folder",
+        )  # fmt: skip
+
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:

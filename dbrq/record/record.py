@@ -160,6 +160,7 @@ class SeenOp:
         macs: multiply-accumulates for the example's shapes.
         weighs: whether they are with weights: parameters, and what comes from parameters.
         qconfig: what the user's mapping says for it.
+        excluded: why the caller keeps it in float whatever its qconfig is; "" otherwise.
     """
 
     op: str
@@ -191,6 +192,7 @@ class SeenOp:
     macs: int = 0
     weighs: bool = False
     qconfig: QConfig | None = None
+    excluded: str = ""
     decision: Decision = field(default_factory=Decision)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..calibration.session import QuantizedModelToken, all_qparams, place, undone_on_failure
-from ..errors import ConfigurationError, RecipeError
+from ..errors import ConfigurationError, RecipeError, nearest
 from ..hidden_state import state_of
 from ..kernels import QParams
 from ..kernels.ranges import WANTED, makes_sense
@@ -58,6 +58,7 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
     content = _read(path)
     entries, ops = content["ops"], token.record.hooked()
     _check_same_model(entries, ops)
+    _check_matched(content, ops, token)
     qparams = {int(key): _from_json(key, value) for key, value in content["values"].items()}
     pairs = list(zip(ops, entries, strict=True))
     with token.lock, undone_on_failure(token):
@@ -90,11 +91,31 @@ def _check_same_model(entries: list[dict[str, Any]], ops: list[SeenOp]) -> None:
     if theirs == ours:
         return
     at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    unknown = next((path for path, _ in theirs if path not in {path for path, _ in ours}), None)
     raise RecipeError(
         "the recipe belongs to another model",
         expected="{} ({})".format(*ours[at]) if at < len(ours) else f"{len(ours)} ops",
         got="{} ({})".format(*theirs[at]) if at < len(theirs) else f"{len(theirs)} ops",
-    )
+        hint=None if unknown is None else f"no op of the model is {unknown!r}: "
+        + nearest(unknown, (path for path, _ in ours if path not in {path for path, _ in theirs})),
+    )  # fmt: skip
+
+
+def _check_matched(content: dict[str, Any], ops: list[SeenOp], token: QuantizedModelToken) -> None:
+    """Raise for a value that the model does not have, and for an input that its op does not have."""
+    for key in content["values"]:
+        if int(key) not in token.record.values:
+            raise RecipeError(
+                f"the recipe has value {key}, and the model has no such value", got=key,
+                hint=nearest(key, map(str, token.record.values)),
+            )  # fmt: skip
+    for op, entry in zip(ops, content["ops"], strict=True):
+        for read in entry.get("inputs", []):
+            if "slot" in read and read["slot"] not in op.slots():
+                raise RecipeError(
+                    "the recipe has an input that the op does not have", path=op.owner, op=op.path,
+                    expected=f"a slot among {sorted(op.slots())}", got=f"slot {read['slot']!r}",
+                )  # fmt: skip
 
 
 def _token(model: Any) -> QuantizedModelToken:

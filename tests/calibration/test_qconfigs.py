@@ -29,9 +29,7 @@ MAPPINGS = {
         lambda m: m.set_module_name("middle", None).set_module_name("middle.leaf.b", DEFAULT),
         LAYERS - {"first", "last", "middle.leaf.b"},
     ),
-    "a name that is a prefix of another": (lambda m: m.set_module_name("mid", None), set()),
     "regex": (lambda m: m.set_module_name_regex(r"middle\..*\.a", None), {"middle.leaf.a", "middle.other.a"}),
-    "regex matches from the start": (lambda m: m.set_module_name_regex(r"leaf", None), set()),
     "the first regex that matches": (
         lambda m: m.set_module_name_regex(r".*\.a", DEFAULT).set_module_name_regex(r"middle.*", None),
         {"middle.conv", "middle.leaf.b", "middle.other.b"},
@@ -135,7 +133,7 @@ def test_functional_ops_follow_the_module_they_are_in(change):
 
 
 def test_the_mapping_is_not_changed():
-    mapping = get_default_qconfig_mapping("onednn").set_module_name("first", None).set_module_name_regex("x.*", DEFAULT)
+    mapping = get_default_qconfig_mapping("onednn").set_module_name("first", None).set_module_name_regex("f.*", DEFAULT)
     mapping.set_module_name_object_type_order("middle", nn.Linear, 0, None)
     before, ids = copy.deepcopy(mapping.to_dict()), {k: id(v) for k, v in vars(mapping).items()}
     convert(Tree(), torch.randn(4, 8), mapping)
