@@ -111,6 +111,8 @@ def record(
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
         recording = _recorded(quantized, args, kwargs, inside)
+        if parting is None and selfcheck.enabled():
+            recording = _agreeing(recording, Converted(quantized, inside), args, kwargs)
     except SeveralPathsError:  # it knows the very line that decides
         raise
     except ERRORS_OF_CODE as error:
@@ -134,9 +136,7 @@ def record(
         ) from error  # fmt: skip
     if parting is not None:
         raise parting
-    if not selfcheck.enabled():
-        return recording
-    return _agreeing(recording, Converted(quantized, inside), args, kwargs)
+    return recording
 
 
 def _in_transform(error: BaseException) -> bool:
@@ -408,12 +408,11 @@ def _record(
     changed = frozenset(recorder.changed_state())
     if recorder.reads_constants and not changed <= state:  # some of the constants are none
         return _record(quantized, args, kwargs, inside, sizes, changed | state)
-    recorder.hold_layouts()
     known = [recorder.known(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     tags = tuple(None if k is None else k.tag for k in known)
     returned = Returned.of(output, recorder)
     recorder.graph.output(returned.plain)
-    recorder.settle_copies()
+    recorder.settle_layouts()
     if not returned.is_plain:
         recorder.graph.set_codegen(RestoringCodeGen(returned))
     remove_dead(recorder.graph)

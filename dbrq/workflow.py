@@ -338,8 +338,9 @@ def quantize(
 ) -> nn.Module:
     """``prepare`` on the first item of ``data``, ``calibrate`` on all of them (the first too), ``convert``.
 
-    Arguments as in those; raises what they raise, and NotCalibratedError where ``data`` is empty. There is no example beside the data here, so where forward could
-    take the whole of a loader's items, or less, ``unpack`` must say what is passed.
+    Arguments as in those; raises what they raise, and NotCalibratedError where ``data`` is empty. There is no example
+    beside the data here, so where forward could take the whole of a loader's items, or less, ``unpack`` must say what
+    is passed.
 
     >>> quantized = quantize(nn.Linear(4, 3), [torch.randn(2, 4)])
     >>> quantized(torch.randn(5, 4)).shape

@@ -12,7 +12,6 @@ from ..mappings import Role
 from ..record.record import Record, SeenOp
 from .qconfigs import symmetric_weight
 
-_TRANSFORMED = "a transform of torch.func, such as vmap, runs it"
 _FLOAT_REASONS = {
     Role.NORM: "it follows no int8 convolution or linear layer that it could fold into",
     Role.ACTIVATION: "it follows no int8 op that takes it in; between int8 ops it runs in float",
@@ -22,8 +21,6 @@ _FLOAT_REASONS = {
 def unsuitable(op: SeenOp, constants: tuple) -> str:
     """Why the arguments of a soft op rule out int8; "" if they do not."""
     name = op.row.name
-    if op.transformed:
-        return _TRANSFORMED
     if name == "div" and constants[2] is not None:
         return "division with rounding"
     if name.startswith("max_pool") and (constants[6] or len(op.slots()) != 1):
@@ -43,8 +40,6 @@ def unsuitable(op: SeenOp, constants: tuple) -> str:
 def unfit(record: Record, op: SeenOp, mode: str) -> str:
     """Why an op with weights cannot be int8 in ``mode``, a matmul included; "" if it can."""
     values = record.values
-    if op.transformed:
-        return _TRANSFORMED
     bad = [i.dtype for _, vid in op.activations if (i := values[vid].info).dtype is not torch.float32]
     if bad:
         return f"its input is {bad[0]}, and int8 kernels stand in for float32"

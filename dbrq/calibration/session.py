@@ -29,6 +29,8 @@ from .qconfigs import QConfigResolver, kind
 from .recorder import Watch
 from .surgery import copied
 
+_TRANSFORMED = "a transform of torch.func, such as vmap, runs it"
+
 
 class QuantizedModelToken(ModelToken):
     """What the intercepted modules of one prepared or converted model share.
@@ -249,14 +251,15 @@ def leave_unseen(token: QuantizedModelToken) -> None:
             key for key, o in token.observers.items() if key not in token.fixed_qparams and not observed(o)
         }  # fmt: skip
         edges = [edge for edge, o in token.observing.items() if o.key in unseen and id(edge[0]) not in forced]
-        if not edges or len(unseen) == len(token.observers):
+        nothing_seen = len(unseen) == len(token.observers) and not all(op.transformed for op, _ in edges)
+        if not edges or nothing_seen:
             return
         for op, vid in edges:
             others = {slot: [v for v in vids if v != vid] for slot, vids in op.slots().items()}
             if all(others.values()):  # what other paths bring is known
                 op.activations = tuple(edge for edge in op.activations if edge[1] != vid)
             else:
-                forced[id(op)] = "calibration never came here"
+                forced[id(op)] = _TRANSFORMED if op.transformed else "calibration never came here"
         place(token, forced)
 
 

@@ -23,6 +23,7 @@ from ..op_facts import AS_LAID_OUT, Facts, Watching, called, memory_of, seen, so
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
 from ..tensors import Int8Weight, Versions, plain
+from .layouts import Laid
 from .located import located, op_of
 from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, walk
 from .symbols import Traced, traced, untraced
@@ -74,7 +75,7 @@ class GraphRecorder(GraphWriter):
         offset = part.storage_offset() - base.storage_offset()
         args = (self.node_of(base), list(part.shape), list(part.stride()), offset)
         node = self.graph.call_function(torch.as_strided, args)
-        self._describe(node)
+        self.describe(node)
         return node
 
     def write_back(self, output: Any) -> Any:
@@ -160,7 +161,7 @@ class GraphRecorder(GraphWriter):
             return self.execute(function, args, kwargs)
         name = self._node_name(base_name(target)) if name is None else identifier(name)
         node = self.graph.create_node(kind, target, self._argument(tuple(given)), self._argument(options), name=name)
-        self._describe(node)
+        self.describe(node)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Int8Weight)]
         nodes = [self.node_of(t) for t in tensors]
         versions = Versions(tensors)
@@ -174,7 +175,8 @@ class GraphRecorder(GraphWriter):
         static = static and not watched.random
         self._note_writes({*watched.written, *map(memory_of, changed)}, tensors, static)
         if called(node) in AS_LAID_OUT and isinstance(result, Tensor) and tensors and result.dtype is tensors[0].dtype:
-            self._copies[node] = memory_of(result) != memory_of(tensors[0])
+            with without_function_modes():
+                self._laid[node] = Laid.seen(tensors[0], result)
         return self._bind_result(result, node, static, list(tree_leaves((args, kwargs))), base_name(target))
 
     def _constant(self, tensor: Tensor) -> fx.Node:
@@ -182,7 +184,7 @@ class GraphRecorder(GraphWriter):
         self._kept.append(tensor)
         self._varying.discard(memory_of(tensor))
         node = self.graph.call_method("clone", (self.attribute(self._fresh("constant"), tensor),))
-        self._describe(node)
+        self.describe(node)
         return self.bind(tensor, node, static=True).node
 
     def _as_written(self, function: Callable, call: tuple, node: fx.Node, written: tuple) -> Any:
@@ -236,7 +238,7 @@ class GraphRecorder(GraphWriter):
             owner, last = self._owner(path)
             owner.add_module(last, module)
         node = self.graph.create_node("call_module", path, self._argument(args), name=identifier(path))
-        self._describe(node)
+        self.describe(node)
         return self._bind_result(self.execute(module, args, {}), node, False, list(args), "module")
 
     def _is_static(self, arguments: Sequence[Any]) -> bool:
@@ -257,7 +259,7 @@ class GraphRecorder(GraphWriter):
                 return str(leaf)
             if isinstance(leaf, float) and leaf != leaf:  # which TorchScript has no literal for
                 not_a_number = self.graph.call_function(float, ("nan",))
-                self._describe(not_a_number)
+                self.describe(not_a_number)
                 return not_a_number
             if isinstance(leaf, np.ndarray) and leaf.ndim:  # whoever made it of an input had its elements asserted
                 return self.node_of(torch.as_tensor(leaf))
@@ -283,7 +285,7 @@ class GraphRecorder(GraphWriter):
             shared = self._shared(node, result, given)
             for i, item in enumerate(result):
                 part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
-                self._describe(part)
+                self.describe(part)
                 if isinstance(item, Tensor):
                     part.meta["facts"] = Facts(called(part), (), (0,) if memory_of(item) in shared else ())
                 self._bind_result(item, part, static, given, "getitem")
@@ -314,10 +316,10 @@ class GraphRecorder(GraphWriter):
         node = self.graph.create_node(
             "call_method", method, (self.node_of(tensor), *args), name=self._node_name(method)
         )
-        self._describe(node)
+        self.describe(node)
         if method == "item":  # a number of no type to TorchScript
             node = self.graph.call_function(type(value), (node,))
-            self._describe(node)
+            self.describe(node)
             node.meta["reads"] = True
             node.meta["place"] = self.place()
         return traced(value, node, self)
@@ -331,7 +333,17 @@ class GraphRecorder(GraphWriter):
         q = self.call(QUANTIZE, (tensor, *constants), {}, name=f"{base}_q")
         result = self.call(DEQUANTIZE, (q, *constants), {}, name=f"{base}_dq")
         self.surely_known(result).qparams = qparams
-        return result
+        return self._as_strided(result, tensor)
+
+    def _as_strided(self, result: Tensor, tensor: Tensor) -> Tensor:
+        """``result`` with the very strides of ``tensor``, which torch's element-wise ops drop for axes of one element:
+        by these it chooses the layout of what a convolution returns.
+        """
+        with without_function_modes():  # a run on its way would take these for the user's questions
+            if result.stride() == tensor.stride() or 0 in tensor.stride() or not tensor.numel():
+                return result
+            laid_out = torch.empty_strided(tensor.shape, tensor.stride()).copy_(result)
+        return self.alias(laid_out, result)
 
 
 def _is_borrowed(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import math
 import operator
 import weakref
@@ -19,13 +18,14 @@ from torch import Tensor, fx, nn
 from .._torch import TorchDispatchMode, assert_, schema_of, without_function_modes
 from ..errors import SeveralPathsError
 from ..kernels import QParams
-from ..op_facts import BY_MEMORY, Memory, called, memory_of
+from ..op_facts import memory_of
 from ..pytree import tree_leaves
 from ..record.callsite import user_line
 from ..record.parameters import ParameterRef
 from ..record.record import Tag
 from ..tensors import layout_of
-from .nodes import ancestors, evaluated, identifier, tensors_behind
+from .layouts import Laid, hold_behind, settle
+from .nodes import ancestors, evaluated, identifier
 from .symbols import Traced, traced, untraced
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class GraphWriter:
                     self._names.setdefault(id(value), f"{path}.{name}".lstrip("."))
         self.reads_constants = False
         self._laid_out: set[fx.Node] = set()  # inputs whose layout is asserted
-        self._copies: dict[fx.Node, bool] = {}  # what copies or gives a view, as layouts have it -> whether it copied
+        self._laid: dict[fx.Node, Laid] = {}  # what copies or gives a view, as layouts have it
         self._originals = [
             (module, name, value)
             for module in model.modules()
@@ -262,7 +262,7 @@ class GraphWriter:
 
     # Nodes
 
-    def _describe(self, node: fx.Node) -> None:
+    def describe(self, node: fx.Node) -> None:
         line = user_line()
         node.meta.update(path=self.path, site=line, op=self.op)
         file, _, number = line.partition(":")
@@ -292,7 +292,7 @@ class GraphWriter:
         key = (function, *((type(n), n) for n in nodes))
         if key not in self._scalars:
             node = self.graph.call_function(function, nodes)
-            self._describe(node)
+            self.describe(node)
             self._scalars[key] = traced(result, node, self)
         found = self._scalars[key]
         return found.decided() if self.sizes is Sizes.COMPARED and isinstance(result, bool) else found
@@ -306,7 +306,7 @@ class GraphWriter:
         if key not in self._scalars:
             base = f"{known.node.name}_size_{dim % tensor.dim()}"
             node = self.graph.create_node("call_method", "size", (known.node, dim % tensor.dim()), name=base)
-            self._describe(node)
+            self.describe(node)
             self._scalars[key] = traced(tensor.shape[dim], node, self)
         return self._scalars[key]
 
@@ -344,78 +344,24 @@ class GraphWriter:
         condition = node
         if value is not True:
             condition = self.graph.call_function(operator.eq, (node, value))
-            self._describe(condition)
+            self.describe(condition)
         if type(value) is float and value == 0:  # 0.0 == -0.0, and ops tell one from the other
             sign = self.graph.call_function(math.copysign, (1.0, node))
-            self._describe(sign)
+            self.describe(sign)
             self.check(sign, math.copysign(1.0, value), f"the sign of {what}", where)
         path, line = (self.path, user_line()) if where is None else (where.meta["path"], where.meta["site"])
         place = f"module {path or '<root>'}, {line}"
         self.decisions.append(f"{what} was {value} ({place})")
         message = f"{ONE_PATH}: {what} was {value} in the run it was made from ({place})"
-        self._describe(self.graph.call_function(assert_, (condition, message)))
-
-    def hold_layouts(self) -> None:
-        """Have the graph assert the layout of inputs that decides which elements are read, or whether a write reaches a
-        value or a copy of it.
-        """
-        memory = Memory(self.graph)
-        for node in list(self.graph.nodes):
-            if called(node) in BY_MEMORY or (node in self._copies and memory.is_written(node)):
-                with self.graph.inserting_before(node):
-                    self.hold_layouts_behind(node)
-
-    def settle_copies(self) -> None:
-        """Have the graph copy where this run did, and nowhere else, whatever layouts kernels choose, as far as a write
-        tells a copy from the value. What gave a view stays: of values of some layouts there is none.
-        """
-        memory = Memory(self.graph)
-        for node in list(self.graph.nodes):
-            if node not in self._copies or not memory.is_written(node):
-                continue
-            source = node.all_input_nodes[0]
-            if self._copies[node]:
-                with self.graph.inserting_before(node):
-                    copy = self.graph.call_method("clone", (source,))
-                copy.meta.update({key: value for key, value in source.meta.items() if key not in ("facts", "op")})
-                node.replace_input_with(source, copy)
-            elif called(node) in ("contiguous", "to"):
-                node.replace_all_uses_with(source)
-                self.graph.erase_node(node)
+        self.describe(self.graph.call_function(assert_, (condition, message)))
 
     def hold_layouts_behind(self, node: fx.Node) -> None:
-        """Have the graph assert the layouts of all inputs that ``node`` was computed from.
+        """Have the graph assert the layouts of all inputs that ``node`` was computed from."""
+        hold_behind(self, node, self._laid_out)
 
-        The value's own would not do: kernels that stand for the ops between may choose another.
-        """
-        for source in tensors_behind(node):
-            if source.op == "placeholder" and source not in self._laid_out:
-                self._laid_out.add(source)
-                self._check_layout(source, node)
-
-    def _check_layout(self, source: fx.Node, where: fx.Node) -> None:
-        """Have the graph assert that an input is contiguous or not, as here; if not, the order of its axes, too."""
-
-        def made(method: str, *args: Any) -> fx.Node:
-            node = self.graph.call_method(method, args)
-            self._describe(node)
-            return node
-
-        self.check(made("is_contiguous", source), source.meta["contiguous"], "whether an input is contiguous", where)
-        if source.meta["contiguous"] or (layout := source.meta["layout"]) is None:
-            return
-        order, is_dense = layout
-        what = f"whether the axes of an input lie in the order {order}"
-        if is_dense:
-            self.check(made("is_contiguous", made("permute", source, list(order))), True, what, where)
-            return
-        axes = [axis for axis in order if source.meta["shape"][axis] > 1]
-        for outer, inner in itertools.pairwise(axes):
-            in_order = self.graph.call_function(
-                operator.ge, (made("stride", source, outer), made("stride", source, inner))
-            )
-            self._describe(in_order)
-            self.check(in_order, True, what, where)
+    def settle_layouts(self) -> None:
+        """Have the graph, which has its output, copy where this run did, whatever layouts kernels choose."""
+        settle(self, self._laid)
 
     # Values made out of sight
 

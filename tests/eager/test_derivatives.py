@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dbrq
 from tests.helpers.judging import sqnr
-from tests.helpers.models import ROWS, Rows
+from tests.helpers.models import ROWS, Call, Rows
 from tests.helpers.running import quantized, quantized_on, quietly
 
 Z = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -104,3 +104,12 @@ def test_no_gradient_rather_than_a_wrong_one():
         quantized_on(Mixed(), Z)(x).sum().backward()
     assert x.grad is None
     assert torch.is_grad_enabled()
+
+
+def test_layers_one_behind_the_other_under_vmap() -> None:
+    """No value between them is ever seen, so the second is float; conversion failed, as if it had seen no data."""
+    model = Call(lambda m, x: torch.vmap(lambda row: m.b(m.a(row)).tanh())(x), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    int8 = dbrq.quantize(model.eval(), [x])
+    assert sqnr(model(x), quietly(int8, x)) > 30
+    assert "torch.func" in next(row.reason for row in dbrq.report(int8).rows if row.path == "b")

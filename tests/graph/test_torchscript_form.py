@@ -17,6 +17,7 @@ import dbrq
 from dbrq.lowering import engine
 from dbrq.lowering.onednn import mapping as onednn_mapping
 from tests.helpers.judging import agreement, step_of
+from tests.helpers.models import Call
 from tests.helpers.reference import fake_quantized
 from tests.helpers.running import run
 
@@ -288,3 +289,25 @@ def test_ints_stay_ints_where_a_schema_takes_both():
     q, x = quantized(lambda y: y + torch.tensor(3) * torch.full((4,), 2))
     scripted = torch.jit.script(dbrq.rewrite(q, x))
     torch.testing.assert_close(scripted(x), run(q, x))
+
+
+LISTS = {
+    "ints and floats": lambda x: torch.tensor([1, 0.5, 2]).sum(),
+    "nested": lambda x: torch.tensor([[1, 0.5]] * 4).sum(),
+    "sizes": lambda x: torch.tensor([x.size(0), 8.0]).prod(),
+    "bools": lambda x: torch.tensor([True, 2, 0.5]).sum(),
+    "new_tensor": lambda x: x.new_tensor([1, 2.0] * 4),
+    "as_tensor": lambda x: torch.as_tensor([1, 0.5]).sum(),
+    "dtype": lambda x: torch.tensor([1, 2.5], dtype=torch.int64).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_numbers_of_several_types(name):
+    """TorchScript has lists of one type."""
+    model = Call(lambda m, x: m.layer(x) * LISTS[name](x), layer=nn.Linear(8, 8)).eval()
+    x = torch.randn(4, 8)
+    quantized = dbrq.quantize(model, [x])
+    lowered = dbrq.lower(quantized, x)
+    for given in (x, x[:3]):
+        assert torch.allclose(run(lowered, given), run(quantized, given), atol=1e-5)

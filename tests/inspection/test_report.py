@@ -128,3 +128,9 @@ def test_the_table():
     assert lines[0].split()[:3] == ["path", "op", "precision"]
     assert len(lines) == 2 + 2 + 1 and "100.0%" in lines[-1]
     assert "onednn.qlinear_pointwise" in text and dbrq.report(converted).rows[1].reason in text
+
+
+def test_a_model_that_holds_a_scripted_one():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))).eval()
+    report = dbrq.report(convert(model, torch.randn(4, 8)).quantized)
+    assert report.rows[0].path == "0" and report.rows[0].precision == "int8"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dbrq
 from tests.helpers.calls import BACKENDS, calls
 from tests.helpers.judging import sqnr
+from tests.helpers.models import Call
 
 PYTHON_BACKENDS = ("onednn", "torchscript")
 ALL_BACKENDS = ("onednn", "inductor", "torchscript")
@@ -289,3 +290,25 @@ def test_a_number_that_forward_counts_with_is_refused_where_it_matters():
         dbrq.rewrite(quantized, x)
     assert quantized.calls == before
     assert dbrq.rewrite(dbrq.quantize(Counts(reads=False).eval(), [x]), x)(x).shape == (4, 8)
+
+
+@pytest.mark.parametrize("then", ["called", "copied", "reset"])
+def test_a_model_that_counts_passes_its_self_test(then, tmp_path):
+    """It ran the example from the state at hand: after one call it failed, and ``load`` blamed the CPU."""
+    model = Call(lambda m, x: m.layer(x) + m.count.add_(1), layer=nn.Linear(4, 4)).eval()
+    model.register_buffer("count", torch.zeros(1))
+    x = torch.randn(2, 4)
+    lowered = dbrq.lower(dbrq.quantize(model, [x]), x)
+    state = {name: torch.zeros_like(tensor) for name, tensor in lowered.state_dict().items()}
+    with torch.no_grad():
+        for _ in range(3):
+            lowered(x)
+        if then == "copied":
+            lowered = copy.deepcopy(lowered)
+        if then == "reset":
+            lowered.load_state_dict(state)
+        before = {name: tensor.clone() for name, tensor in lowered.state_dict().items()}
+        assert lowered.self_test()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in lowered.state_dict().items())
+        dbrq.save(lowered, tmp_path / "model.pt")
+        assert torch.equal(dbrq.load(tmp_path / "model.pt")(x), lowered(x))

@@ -7,12 +7,14 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dbrq
 from tests.helpers.cases import Case, last_step, made, table
 from tests.helpers.computing import INT8_KERNELS, NAMES, calls, counted
-from tests.helpers.judging import step_of
+from tests.helpers.judging import sqnr, step_of
+from tests.helpers.models import Call
 from tests.helpers.patterns import (
     ACTIVATIONS,
     CONVS,
@@ -81,3 +83,35 @@ def test_the_profiler_sees_the_same_kernels():
     names = Counter(event.name.partition("::")[2] for event in seen.events())
     assert counted("qconv qconv qconv_sum") == Counter({NAMES[n]: c for n, c in names.items() if n in INT8_KERNELS})
     assert not {"relu", "relu_", "add_"} & set(names) and names["add"] == 1  # which quantizes
+
+
+def branches(m, x):
+    """Convolutions with a sum, a pool, a product of activations, layers of each kind."""
+    y = torch.relu(m.one(m.conv(x)) + m.two(x))
+    rows = torch.nn.functional.max_pool2d(y, 2).flatten(1)
+    a, b = m.left(rows), m.right(rows)
+    return m.last((torch.relu(m.over(rows) + a) @ b.mT) @ b)
+
+
+EMPTY = {
+    "static": None,
+    "dynamic": DYNAMIC,
+    "weight only": WEIGHT_ONLY,
+}
+
+
+@pytest.mark.parametrize("mapping", EMPTY)
+@pytest.mark.parametrize("backend", ["torchscript", "onednn"])
+def test_an_empty_batch(backend, mapping):
+    """An expert that gets no token ended the whole model."""
+    model = Call(
+        branches, conv=nn.Conv2d(3, 8, 3, padding=1), one=nn.Conv2d(8, 8, 1), two=nn.Conv2d(3, 8, 1),
+        left=nn.Linear(32, 16), right=nn.Linear(32, 16), over=nn.Linear(32, 16), last=nn.Linear(16, 4),
+    ).eval()  # fmt: skip
+    x = torch.randn(4, 3, 4, 4)
+    quantized = convert(model, x, EMPTY[mapping]).quantized
+    lowered = dbrq.lower(quantized, x, backend=backend)
+    for given in (x[:0], x, x[:0], x[:2]):
+        found, expected = run(lowered, given), run(quantized, given)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert not len(given) or sqnr(expected, found) > 30

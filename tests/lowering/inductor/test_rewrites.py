@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
 from dbrq.lowering import inductor
@@ -15,7 +16,7 @@ from dbrq.lowering.engine import Lowering
 from tests.helpers.inductor import assert_same, lowered
 from tests.helpers.int8_patterns import Chain, conv
 from tests.helpers.judging import sqnr
-from tests.helpers.running import has_compiler
+from tests.helpers.running import has_compiler, run
 
 if not has_compiler():
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -62,3 +63,14 @@ def test_rewrites_are_logged_and_change_no_number():
     graph.recompile()
     assert [entry.rewrite for entry in lowering.entries] == ["conv1d_activation_quantize", "conv1d"]
     assert sqnr(expected, graph(x)) > 60
+
+
+@pytest.mark.parametrize("act", [nn.Sigmoid(), nn.LogSigmoid(), nn.ReLU()])
+def test_a_range_that_is_found_at_run_time_has_zero(act):
+    """Inductor's own qparams leave zero out, and with it all beyond the span of the values."""
+    model = nn.Sequential(nn.Linear(3, 8), act, nn.Linear(8, 8)).eval()
+    x = torch.randn(4, 3)
+    quantized = dbrq.quantize(model, [x], QConfigMapping().set_global(default_dynamic_qconfig))
+    lowered = dbrq.lower(quantized, x, backend="inductor")
+    for given in (x, x[:2] * 3):
+        assert sqnr(run(quantized, given), run(lowered, given)) > 60

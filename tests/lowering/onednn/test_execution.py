@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
-from tests.helpers.judging import assert_close
+from tests.helpers.judging import assert_close, sqnr
 from tests.helpers.memory import resident
 from tests.helpers.networks import by_network, name_for, network, two_layers
 from tests.helpers.onednn import lower
@@ -144,3 +144,14 @@ def test_models_are_released():
     for _ in range(12):
         once()
     assert resident() - before < 6 << 20
+
+
+def test_what_torch_writes_with_views_gets_values_in_rows():
+    """A linear layer follows the layout of its input here, and ``local_response_norm`` takes a view of its result."""
+    model = nn.Sequential(nn.Linear(1, 6), nn.LocalResponseNorm(3)).eval()
+    example = torch.randn(4, 16, 1, 6, 1)
+    quantized = dbrq.quantize(model, [example])
+    lowered = dbrq.lower(quantized, example, backend="onednn")
+    other = torch.randn(2, 16, 2, 7, 1).to(memory_format=torch.channels_last_3d)
+    for x in (example, other):
+        assert sqnr(run(quantized, x), run(lowered, x)) > 40

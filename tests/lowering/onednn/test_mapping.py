@@ -20,7 +20,7 @@ from torch import nn
 import dbrq
 from tests.helpers.cases import Case, Followed, let, table
 from tests.helpers.computing import counted
-from tests.helpers.judging import assert_close
+from tests.helpers.judging import assert_close, sqnr
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, assert_lowers, computing, expected_of, lower, on_grid, residual, steps
 from tests.helpers.patterns import (
@@ -335,3 +335,13 @@ def test_seven_bits_are_kept_to(layer, fn):
         REDUCED,
     )
     assert_lowers(case, "int8", "layer*2")
+
+
+@pytest.mark.parametrize("function", [F.leaky_relu, F.elu, torch.clamp])
+def test_a_setting_that_is_a_tensor_is_no_number(function):
+    model = Call(lambda m, x, s: function(m.a(x), s), inputs=2, a=nn.Linear(8, 8)).eval()
+    calls = [(torch.randn(4, 8), torch.tensor(0.25)), (torch.randn(4, 8), torch.tensor(0.125))]
+    quantized = dbrq.quantize(model, calls)
+    lowered = dbrq.lower(quantized, calls[0], backend="onednn")
+    for call in calls:
+        assert sqnr(run(quantized, call), run(lowered, call)) > 40

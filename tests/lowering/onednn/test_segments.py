@@ -209,3 +209,40 @@ def test_nothing_is_selected(name):
     lowered, graph = lower(quantized, x), dbrq.rewrite(quantized, x)
     for given in (-x.abs(), x, -x.abs(), x.abs()):
         assert_agrees(run(lowered, given), run(graph, given), "the graph", exact=5e-3, most=0.02)
+
+
+class Split(nn.Module):
+    """Integers say where."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, places):
+        return torch.cat([part.mean(0, keepdim=True) for part in torch.tensor_split(self.layer(x), places)])
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.lstm, self.after = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(self.before(x), lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
+        return self.after(padded)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "numbers"),
+    [(Split, (6, 8), [[2, 4], [1, 5], [2, 4]]), (Packed, (2, 5, 8), [[5, 3], [2, 5], [4, 4], [3, 5]])],
+)
+def test_integers_that_torch_reads_by_itself_are_read_in_each_call(model, shape, numbers):
+    """No op below these calls says so: offsets and lengths stayed those of the first call."""
+    torch.manual_seed(0)
+    calls = [(torch.randn(shape), torch.tensor(given)) for given in numbers]
+    model = model().eval()
+    quantized = dbrq.quantize(model, calls)
+    lowered = lower(quantized, calls[0])
+    for call in calls:
+        assert sqnr(run(quantized, call), run(lowered, call)) > 40
