@@ -30,6 +30,8 @@ _RANDOM_NAMES = re.compile(
 )
 _DYNAMIC_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _INTEGERS = (torch.int64, torch.int32)
+#: Of their second tensor, they read no values.
+_READS_SHAPES = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
 #: Ops of which the tags do not say it.
 _DYNAMIC_UNSAID = ("aten::_pack_padded_sequence",)
 
@@ -201,13 +203,17 @@ class Watching(TorchDispatchMode):
                 self.written.add(memory)
         return result
 
-    def decided_by(self, given: Iterable[Tensor], result: Any) -> bool:
+    def decided_by(self, name: str, given: Iterable[Tensor], result: Any) -> bool:
         """Whether values that a call was given decide about the shape of its result, or which elements it has: an op
         says so, or integers came to no op and are no part of the result, so that C++ read them by itself.
+
+        Args:
+            name: of what was called.
         """
-        if self.dynamic:
-            return True
-        known = self.taken | {memory_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self.dynamic or not made or name in _READS_SHAPES:
+            return bool(self.dynamic)
+        known = self.taken.union(map(memory_of, made))
         return any(t.dtype in _INTEGERS and t.numel() and memory_of(t) not in known for t in given)
 
 
@@ -292,7 +298,7 @@ def seen(node: fx.Node, watched: Watching, given: Iterable[tuple[Tensor, fx.Node
         tuple(i for i, leaf in enumerate(leaves) if leaf in writes) if writes else (),
         tuple(i for i, leaf in enumerate(leaves) if i in may.aliases or (isinstance(leaf, fx.Node) and leaf in shared)),
         watched.random,
-        watched.decided_by((tensor for _, _, tensor in held), result),
+        watched.decided_by(called(node), (tensor for _, _, tensor in held), result),
     )
 
 

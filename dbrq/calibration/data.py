@@ -144,8 +144,9 @@ class Takes:
         self.names = {
             p.name for p in found if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         }
+        self.names |= {name for name in given or () if not name.startswith("*")}  # which a wrapper may take
         rest = next((p for p in found if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-        self.any_name = rest is not None
+        self.any_name = rest is not None or (given is None and _wrapper_takes_any(model.forward))
         if rest is not None and (more := _typed(model.forward, rest)) is not None:
             self.names |= more  # ``**kwargs: Unpack[SomeTypedDict]`` says which
             self.any_name = False
@@ -266,6 +267,12 @@ class Takes:
                 "unpack= says otherwise",
                 stacklevel=6,
             )
+
+
+def _wrapper_takes_any(forward: Any) -> bool:
+    """Whether what stands for forward, in the signature of what it wraps, takes any names itself."""
+    outer = inspect.signature(forward, follow_wrapped=False).parameters.values()
+    return hasattr(forward, "__wrapped__") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in outer)
 
 
 def _typed(forward: Any, rest: inspect.Parameter) -> set[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -78,6 +79,9 @@ class QConfigResolver:
     def __init__(self, mapping: QConfigMapping, modules: dict[str, nn.Module], exclude: Any = ()) -> None:
         _check_names(mapping, modules)
         self.mapping, self.modules, self.exclusion = mapping, modules, Exclusion(exclude, modules)
+        self._paths: dict[int, list[str]] = defaultdict(list)  # a module may have several
+        for path, module in modules.items():
+            self._paths[id(module)].append(path)
         self._counts: dict[tuple[str, Any], int] = defaultdict(int)
         self._met: Counter[tuple[str, Any]] = Counter()  # the same, under every spelling of the op
 
@@ -89,6 +93,8 @@ class QConfigResolver:
         """
         for op in record.ops:
             self.assign_to(op)
+            if not op.hooked:
+                self._count(op)
         for name, kind_, number in self.mapping.module_name_object_type_order_qconfigs:
             count = self._met[name, kind_]
             if not 0 <= number < count:
@@ -100,6 +106,7 @@ class QConfigResolver:
                     hint="module_name_object_type_order counts the ops of one type that a module itself "
                     "runs in the example, from 0",
                 )  # fmt: skip
+        self._met.clear()  # copies of a model take none of it
 
     def assign_to(self, op: SeenOp) -> None:
         op.excluded = self.exclusion.reason(op)
@@ -118,8 +125,20 @@ class QConfigResolver:
             counted_in = op.owner
             base = self._by_type(keys, self.mapping.global_qconfig)
         base = self._by_type((type_before_parametrizations(module),), base)
-        found = self._by_name(scope, self._by_regex(scope, base))
-        return self._by_order(counted_in, keys, found)
+        for path in self._paths[id(module)]:
+            base = self._by_regex(path, base)
+        for path in self._paths[id(module)]:
+            base = self._by_name(path, base)
+        return self._by_order(counted_in, keys, base)
+
+    def _count(self, op: SeenOp) -> None:
+        """Note an op that is float whatever its qconfig, which entries by order may name."""
+        module = self.modules[op.owner if op.module is None else op.module]
+        leaf = op.module is not None
+        keys = (type_before_parametrizations(module),) if leaf else _spellings(op.row, op.spelling)
+        path = op.module.rpartition(".")[0] if op.module is not None else op.owner
+        names = {*keys, getattr(F, op.op, op.op), getattr(torch, op.op, op.op)}
+        self._met.update((path, key) for key in names)
 
     def _by_type(self, keys: tuple, fallback: QConfig | None) -> QConfig | None:
         known = self.mapping.object_type_qconfigs
@@ -166,7 +185,12 @@ def _check_names(mapping: QConfigMapping, modules: Mapping[str, nn.Module]) -> N
             raise _no_module("regex", pattern, modules)
     methods = [each for each in mapping.object_type_qconfigs if isinstance(each, str)]
     for name in methods:
-        known = (torch.Tensor, torch, F)  # torch's defaults name functions too, and methods that there might be
+        known = (
+            torch.Tensor,
+            torch,
+            F,
+            operator,
+        )  # torch's defaults name functions too, and what might be a method
         if name not in _ROW_NAMES and not any(
             hasattr(each, n) for each in known for n in (name, name.removesuffix("_"))
         ):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class QuantizedModelToken(ModelToken):
         lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
 
+    given: dict[str, type] | None = None  # what was pickled before has none
+
     def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
         super().__init__("observe")
         self.record, self.modules, self.resolver = record, modules, resolver
@@ -64,7 +66,6 @@ class QuantizedModelToken(ModelToken):
         self.kept_weights: set[tuple[str, str]] = set()
         self.states: dict[str, AutoQuantizationState] = {}
         self.runs = 0
-        self.given: dict[str, type] | None = None
         self.lock = threading.RLock()
         self._packed: dict[tuple, dict] = {}
         self._kept: dict[Tag, tuple[str, Key]] | None = None
@@ -315,8 +316,9 @@ def mark_int8(token: QuantizedModelToken) -> None:
     """Have the layers of a converted model that are int8 say so where they are printed."""
     ops: dict[str, list[SeenOp]] = {}
     for op in token.record.hooked():
-        for path in {op.leaf, None if op.weight is None else op.weight.path} - {None}:
-            ops.setdefault(cast(str, path), []).append(op)
+        owner = op.leaf if op.leaf is not None or op.weight is None else op.weight.path
+        if owner is not None:
+            ops.setdefault(owner, []).append(op)
     for path, its in ops.items():
         int8 = [op.decision.mode for op in its if op.decision.precision == "int8"]
         if int8:

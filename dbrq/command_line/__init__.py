@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     one = command(bench, "speed and accuracy of a model in float, in int8, and lowered to each backend", "model")
     forms = ", ".join(("eager", *BACKENDS))
     one.add_argument("--backends", metavar="LIST", help=f"some of {forms}, with commas; eager is the converted model")
-    one.add_argument("--seconds", type=_positive, default=3.0, help="how long to time each (%(default)s)")
+    one.add_argument("--seconds", type=positive_number, default=3.0, help="how long to time each (%(default)s)")
     one.add_argument("--batches", type=_count, default=8, metavar="N",
                      help="how many items of the data accuracy is measured on (%(default)s)")  # fmt: skip
     one.add_argument("--threads", type=_count, metavar="N", help="of torch")
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _positive(text: str) -> float:
+def positive_number(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

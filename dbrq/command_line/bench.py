@@ -19,7 +19,7 @@ from ..inspection.comparing import sqnr
 from ..inspection.report import report
 from ..lowering import BACKENDS, lower
 from ..progress import Stages
-from ..pytree import call_arguments, copied_inputs, tree_leaves
+from ..pytree import copied_inputs, tree_leaves
 from .models import Subject, UsageError, subject
 from .result import Result
 
@@ -58,7 +58,11 @@ def bench(options: Namespace) -> Result:
     wanted = [name.strip() for name in options.backends.split(",") if name.strip()] if named else known
     if unknown := [name for name in wanted if name not in known]:
         raise UsageError("there is no such backend", expected=" or ".join(known), got=", ".join(unknown))
+    if not wanted:
+        raise UsageError("no backend is asked for", expected=", ".join(known), got=repr(options.backends))
     of = subject(options.model, options.example)
+    if named and of.stage == "lowered":
+        raise UsageError("a lowered model runs on the backend it was lowered to", got=f"--backends {options.backends}")
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or threads)
     try:
@@ -68,7 +72,8 @@ def bench(options: Namespace) -> Result:
         torch.set_num_threads(threads)
     failed = [row for row in rows if row.milliseconds is None and (named or not row.note.startswith(_ABSENT))]
     problems = tuple(f"{row.form} does not run: {row.note}" for row in failed)
-    on = "its example, on which it was quantized" if of.data is None else f"{len(of.items(options.batches))} items"
+    quantized_here = ", on which it was quantized" if of.stage == "float" else ""
+    on = f"its example{quantized_here}" if of.data is None else f"{len(of.calls(options.batches))} items"
     text = f"{_table(rows)}\n\n{of.name}, {used} thread(s), accuracy on {on}, against {rows[0].form}"
     return Result(text, {"model": of.name, "threads": used, "rows": [asdict(row) for row in rows]}, problems)
 
@@ -80,7 +85,7 @@ def _rows(of: Subject, wanted: Sequence[str], options: Namespace) -> list[BenchR
     progress = False if options.quiet else None
     rows: dict[str, BenchRow] = {}
     forms: dict[str, nn.Module] = {}
-    args, kwargs = call_arguments(of.example)
+    args, kwargs = of.call
     if of.stage in ("float", "lowered"):
         forms[of.stage] = of.model.eval()
         rows[of.stage] = BenchRow(of.stage, megabytes=_megabytes(of.model))
@@ -100,7 +105,7 @@ def _rows(of: Subject, wanted: Sequence[str], options: Namespace) -> list[BenchR
             rows["eager"].megabytes = report(quantized).facts.bytes_after / 1e6
     with torch.no_grad(), Stages("benchmark", progress) as stages:
         stages.at("accuracy")
-        _accuracy(rows, forms, of.items(options.batches))
+        _accuracy(rows, forms, of.calls(options.batches))
         stages.at("timing")
         for name, taken in _interleaved(forms, args, kwargs, options.seconds).items():
             rows[name].milliseconds, rows[name].fastest = statistics.median(taken), min(taken)
@@ -122,20 +127,20 @@ def _megabytes(model: nn.Module) -> float | None:
     return sum(tensors.values()) / 1e6 or None
 
 
-def _outputs(model: nn.Module, item: Any) -> list[Tensor]:
+def _outputs(model: nn.Module, call: tuple[tuple, dict]) -> list[Tensor]:
     """The floating point tensors that a call gives."""
-    args, kwargs = copied_inputs(call_arguments(item))
+    args, kwargs = copied_inputs(call)
     with random_state_kept():
         output = model(*args, **kwargs)
     return [leaf.float() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _accuracy(rows: Mapping[str, BenchRow], forms: dict[str, nn.Module], items: Sequence[Any]) -> None:
+def _accuracy(rows: Mapping[str, BenchRow], forms: dict[str, nn.Module], calls: Sequence[Any]) -> None:
     names = list(forms)
     found: dict[str, list[list[Tensor]]] = {}
     for name in names:
         try:
-            found[name] = [_outputs(forms[name], item) for item in items]
+            found[name] = [_outputs(forms[name], call) for call in calls]
         except ERRORS_OF_CODE as error:
             if name == names[0]:
                 raise
@@ -143,8 +148,8 @@ def _accuracy(rows: Mapping[str, BenchRow], forms: dict[str, nn.Module], items: 
             del forms[name]
     for name in found:
         if name != names[0]:
-            calls = zip(found[names[0]], found[name], strict=True)
-            pairs = [(a, b) for before, after in calls for a, b in zip(before, after, strict=False)]
+            both = zip(found[names[0]], found[name], strict=True)
+            pairs = [(a, b) for before, after in both for a, b in zip(before, after, strict=False)]
             rows[name].sqnr, rows[name].same_top = _agreement([(a, b) for a, b in pairs if a.shape == b.shape])
 
 

@@ -9,8 +9,7 @@ from ..exporting.onnx import export_onnx
 from ..inspection import comparing
 from ..inspection import doctor as diagnosing
 from ..inspection import report as reporting
-from ..pytree import call_arguments
-from .models import Subject, subject
+from .models import UsageError, subject
 from .result import Result
 
 
@@ -20,11 +19,13 @@ def _progress(options: Namespace) -> bool | None:
 
 def doctor(options: Namespace) -> Result:
     """``dbrq doctor [MODEL]``"""
+    if options.model is None and options.example is not None:
+        raise UsageError("an example is of a model", expected="MODEL --example FILE", got="no MODEL")
     if options.model is None:
         found = diagnosing.doctor()
     else:
         of = subject(options.model, options.example)
-        args, kwargs = call_arguments(of.example)
+        args, kwargs = of.call
         found = diagnosing.doctor(of.model, args, example_kwargs=kwargs)
     return Result(str(found), found.to_dict())
 
@@ -46,7 +47,7 @@ def report(options: Namespace) -> Result:
 def export(options: Namespace) -> Result:
     """``dbrq export MODEL --onnx OUT``"""
     of = subject(options.model, options.example)
-    args, kwargs = call_arguments(of.example)
+    args, kwargs = of.call
     export_onnx(of.converted(_progress(options)), args, options.onnx, example_kwargs=kwargs)
     size = os.path.getsize(options.onnx)
     return Result(f"{options.onnx}: {size / 1e6:.1f} MB", {"path": options.onnx, "bytes": size})
@@ -55,8 +56,7 @@ def export(options: Namespace) -> Result:
 def compare(options: Namespace) -> Result:
     """``dbrq compare A B``"""
     a, b = subject(options.a, options.example), subject(options.b, options.example)
-    example = _first_example(a, b)
-    args, kwargs = call_arguments(example)
+    args, kwargs = (a if a.has_example or not b.has_example else b).call
     found = comparing.compare(a.model, b.model, args, example_kwargs=kwargs)
     worst = min((row.sqnr for row in found.rows), default=float("inf"))
     problems = []
@@ -65,7 +65,3 @@ def compare(options: Namespace) -> Result:
     if options.at_least is not None and worst < options.at_least:
         problems.append(f"{found.rows[0].path} has {worst:.1f} dB, and {options.at_least:.1f} were asked for")
     return Result(str(found), {"worst": worst, "rows": found.to_dicts()}, tuple(problems))
-
-
-def _first_example(a: Subject, b: Subject) -> object:
-    return (a if a.has_example or not b.has_example else b).example

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import pickle
 import sys
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calibration.data import Calls
 from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError
 from ..hidden_state import state_of
 from ..inspection.rows import LOWERED_REPORT
+from ..pytree import call_arguments
 from ..serialization.models import load
 from ..workflow import quantize
 
@@ -58,20 +59,21 @@ class Subject:
         return self.given is not None or self.data is not None
 
     @property
-    def example(self) -> Any:
-        """One call's inputs.
+    def call(self) -> tuple[tuple, dict]:
+        """One call's arguments, by position and by name.
 
         Raises:
             UsageError: none are known.
         """
-        if self.given is None and self.data is not None:
-            self.given = next(iter(self.data), None)
-        if self.given is None:
+        if self.given is not None:
+            return call_arguments(self.given)
+        found = self.calls(1) if self.data is not None else []
+        if not found:
             raise UsageError(
                 f"{self.name} comes without an example of its inputs", expected="one call's inputs",
                 hint="--example FILE, or package.module:function that returns (model, example)",
             )  # fmt: skip
-        return self.given
+        return found[0]
 
     @property
     def stage(self) -> str:
@@ -81,11 +83,9 @@ class Subject:
         state = state_of(uncompiled(self.model))
         return "float" if state is None else "prepared" if state.token.phase == "observe" else "converted"
 
-    def items(self, most: int) -> list[Any]:
-        """The first of the data, or the example."""
-        if self.data is None:
-            return [self.example]
-        return list(itertools.islice(self.data, most))
+    def calls(self, most: int) -> list[tuple[tuple, dict]]:
+        """The first of the data, as calibration takes them, or the example."""
+        return [self.call] if self.data is None else list(Calls(self.model, self.data, max_batches=most))
 
     def converted(self, progress: bool | None) -> nn.Module:
         """The model in int8: a float one is quantized on its data, or its example.
@@ -100,7 +100,7 @@ class Subject:
         if self.data is not None:
             return quantize(self.model, self.data, progress=progress)
         print(f"dbrq: {self.name} comes without data, and is quantized on its example alone", file=sys.stderr)
-        return quantize(self.model, [self.example], progress=progress)
+        return quantize(self.model, [self.given if self.given is not None else self.call], progress=progress)
 
 
 def subject(spec: str, example: str | None) -> Subject:

@@ -92,7 +92,7 @@ def log_values(
     >>> list(log_values(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4)))
     ['0', '1']
     """
-    return {path: value for path, (_, value) in _logged(model, example_inputs, example_kwargs).items()}
+    return {path: values[0] for path, (_, values) in _logged(model, example_inputs, example_kwargs).items()}
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
@@ -104,9 +104,9 @@ def _logged(
     model: nn.Module,
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
-    expected: Mapping[str, tuple[str, Tensor]] | None = None,
-) -> dict[str, tuple[str, Tensor]]:
-    """Op path -> (op, its float output).
+    expected: Mapping[str, tuple[str, list[Tensor]]] | None = None,
+) -> dict[str, tuple[str, list[Tensor]]]:
+    """Op path -> (op, its float outputs).
 
     Args:
         expected: the float model's. Then each op of a converted model, once its output is noted, is taken to have
@@ -114,15 +114,17 @@ def _logged(
     """
     model = uncompiled(model)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
-    values: dict[str, tuple[str, Tensor]] = {}
+    values: dict[str, tuple[str, list[Tensor]]] = {}
 
     def keep(op: SeenOp, output: Any) -> None:
-        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if op.hooked and first is not None and first.is_floating_point():
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if op.hooked and tensors and tensors[0].is_floating_point():
+            tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
             with without_function_modes():
-                values[op.path] = (op.op, plain(first).detach().clone())
+                values[op.path] = (op.op, [plain(tensor).detach().clone() for tensor in tensors])
                 if expected is not None and op.path in expected:
-                    _replace(first, expected[op.path][1])
+                    for tensor, by in zip(tensors, expected[op.path][1], strict=False):
+                        _replace(tensor, by)
 
     with torch.no_grad():
         if state_of(model) is None:
@@ -190,14 +192,14 @@ def compare(
         alone = _logged(quantized, example_inputs, example_kwargs, before)
 
     def row(path: str, op: str, value: Tensor) -> ComparisonRow:
-        expected = before[path][1]
-        own = None if alone is None or path not in alone else alone[path][1]
+        expected = before[path][1][0]
+        own = None if alone is None or path not in alone else alone[path][1][0]
         local = None if own is None or own.shape != expected.shape else sqnr(expected, own)
         return ComparisonRow(path, op, sqnr(expected, value), local)
 
     rows = [
-        row(path, op, value)
-        for path, (op, value) in after.items()
-        if path in before and before[path][1].shape == value.shape
+        row(path, op, values[0])
+        for path, (op, values) in after.items()
+        if path in before and before[path][1][0].shape == values[0].shape
     ]
     return Comparison(tuple(sorted(rows, key=lambda row: row.sqnr)))

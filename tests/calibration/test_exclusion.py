@@ -248,3 +248,25 @@ def test_ops_without_entries_are_told(tmp_path):
     path = edited(tmp_path, lambda c: c["ops"].pop())
     with pytest.raises(dbrq.RecipeError, match="another model"):
         dbrq.load_recipe(dbrq.prepare(Model().eval(), X), path)
+
+
+def test_every_name_of_a_shared_module_names_it():
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    for name in ("0", "2"):
+        quantized = dbrq.quantize(model, [X], get_default_qconfig_mapping("onednn").set_module_name(name, None))
+        assert {row.precision for row in dbrq.report(quantized).rows if row.op == "linear"} == {"float"}
+
+
+@pytest.mark.parametrize("kind", [F.softmax, nn.Dropout])
+def test_an_op_by_order_may_be_one_that_is_float(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(8, 8), nn.Dropout()
+
+        def forward(self, x):
+            return F.softmax(self.drop(self.fc(x)), -1)
+
+    mapping = get_default_qconfig_mapping("onednn").set_module_name_object_type_order("", kind, 0, None)
+    assert dbrq.report(dbrq.quantize(Model().eval(), [X], mapping)).coverage == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import UserDict
 from typing import TypedDict
@@ -358,3 +359,25 @@ def test_progress_bars_know_how_many(capsys):
 
 def test_a_class_of_tensor_is_a_tensor():
     assert isinstance(calls(One(), [nn.Parameter(X)])[0][0][0], Tensor)
+
+
+def test_what_a_wrapper_takes_is_not_dropped():
+    """``inspect.signature`` sees the wrapped function only, and the example ran with more."""
+
+    def scaled(forward):
+        @functools.wraps(forward)
+        def wrapper(self, x, scale=None):
+            return forward(self, x if scale is None else x * scale)
+
+        return wrapper
+
+    class Wrapped(One):
+        @scaled
+        def forward(self, x):
+            return super().forward(x)
+
+    item = {"x": X, "scale": torch.tensor(50.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared = dbrq.calibrate(dbrq.prepare(Wrapped(), item), [item])
+        dbrq.convert(prepared)(**item)

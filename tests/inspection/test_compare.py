@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import get_default_qconfig
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig
 
 import dbrq
 from tests.helpers.judging import sqnr
@@ -138,3 +138,20 @@ def test_logging_does_not_disturb_another_call():
     before = run(converted, x)
     dbrq.log_values(converted, x)
     assert torch.equal(run(converted, x), before)
+
+
+def test_local_errors_after_an_op_of_several_outputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.fc(self.lstm(x)[1][0][-1])
+
+    torch.manual_seed(0)
+    mapping = QConfigMapping().set_global(get_default_qconfig("onednn"))
+    mapping.set_object_type(nn.LSTM, default_dynamic_qconfig)
+    model, x = Model().eval(), torch.randn(4, 5, 8)
+    row = next(row for row in dbrq.compare(model, dbrq.quantize(model, [x], mapping), x).rows if row.path == "fc")
+    assert row.local > row.sqnr

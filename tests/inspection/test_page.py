@@ -175,7 +175,7 @@ def test_models_with_little_to_show(tmp_path):
     x = torch.randn(2, 4)
     same = nn.Sequential(nn.Linear(4, 4)).eval()
     for number, model in enumerate((nn.Identity(), nn.Sequential(nn.Sigmoid()), nn.Sequential(nn.Linear(4, 4)))):
-        mapping = dbrq.default_qconfig_mapping().set_module_name("0", None)
+        mapping = dbrq.default_qconfig_mapping().set_object_type(nn.Linear, None)
         quantized = convert(model, x, mapping).quantized
         path = tmp_path / f"{number}.html"
         compare = dbrq.compare(same, same, x)  # of equal models: no finite error

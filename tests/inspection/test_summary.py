@@ -428,3 +428,10 @@ def test_edges_pass_through_what_only_moves_elements(both):
 def test_facts_take_no_part_in_equality():
     assert dbrq.inspection.report.Report((), facts=Facts("A")) == dbrq.inspection.report.Report((), facts=Facts("B"))
     assert math.isfinite(dbrq.report(convert(nn.Linear(2, 2), torch.randn(2, 2)).quantized).coverage)
+
+
+def test_a_tied_embedding_that_is_float_is_not_marked():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)).eval()
+    model[1].weight = model[0].weight
+    quantized = dbrq.quantize(model, [torch.arange(50)[None]])
+    assert "int8" not in repr(quantized[0]) and "int8" in repr(quantized[1])

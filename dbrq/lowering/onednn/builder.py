@@ -304,7 +304,8 @@ class Builder:
             with Watching() as watched:
                 result = function(*given, **options)
             varying = [self.tensor(v) for v in values if v.buffer.kind is not Kind.CONSTANT]
-            decided = watched.decided_by(varying, result) and getattr(function, "__name__", "a function")
+            name = getattr(function, "__name__", "a function")
+            decided = watched.decided_by(name, varying, result) and name
             random, dynamic = watched.random, watched.dynamic or decided
         else:
             random, dynamic, writes = facts.random, facts.dynamic and facts.call, writes or bool(facts.writes)

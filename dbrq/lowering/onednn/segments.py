@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..._torch import assert_
 from ...graph.nodes import leaves
-from ...op_facts import Watching, facts_of, is_random, writes
+from ...op_facts import Watching, called, facts_of, is_random, writes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def dynamic_nodes(graph: fx.Graph, run: Callable[[fx.Node, Mapping[fx.Node, Any]
         by_number = any(n in found and not _holds_tensors(results[n]) for n in node.all_input_nodes)
         given = [leaf for n in node.all_input_nodes for leaf in leaves(results[n]) if isinstance(leaf, Tensor)]
         fits = all(_fit_in_plans(results[n]) for n in (node, *node.all_input_nodes))
-        if watched.decided_by(given, results[node]) or by_number or not fits:
+        if watched.decided_by(called(node), given, results[node]) or by_number or not fits:
             found.add(node)
     return frozenset(node.name for node in found)
 

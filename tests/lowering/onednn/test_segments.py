@@ -246,3 +246,22 @@ def test_integers_that_torch_reads_by_itself_are_read_in_each_call(model, shape,
     lowered = lower(quantized, calls[0])
     for call in calls:
         assert sqnr(run(quantized, call), run(lowered, call)) > 40
+
+
+def test_sizes_of_integers_are_no_values(monkeypatch):
+    """A plan for all of a model of token ids: their sizes, dimensions and dtype are known when it is made."""
+
+    def dynamic_nodes(*args):
+        raise AssertionError("looked for")
+
+    def forward(m, ids):
+        b, n = ids.size()
+        h = m.b(torch.relu(m.a(m.e(ids)))).view(b, -1, 8) + torch.zeros(len(ids), 1, 1)
+        return h.masked_fill((ids == 3)[..., None], 0.0).index_select(1, torch.arange(n)) * torch.ones_like(h[..., :1])
+
+    model = Call(forward, inputs=1, e=nn.Embedding(50, 8), a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    ids = torch.randint(0, 50, (2, 7))
+    quantized = dbrq.quantize(model, [ids])
+    monkeypatch.setattr(dbrq.lowering.onednn.model, "dynamic_nodes", dynamic_nodes)
+    lowered = lower(quantized, ids)
+    assert sqnr(run(quantized, ids[:, :5]), run(lowered, ids[:, :5])) > 40
