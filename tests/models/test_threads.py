@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo  # optimizers and torch.compile import it when they are first used, and not two threads at once can
+import torch._inductor.compile_fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
