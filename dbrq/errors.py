@@ -38,7 +38,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     plain = name.replace("\\", "").strip("*.^$")
     last = plain.rpartition(".")[2]
     close = [each for each in known if last and each.rpartition(".")[2] == last][:1]
-    close += [each for each in difflib.get_close_matches(plain, known, n=3, cutoff=0.6) if each not in close]
+    close += [each for each in difflib.get_close_matches(plain, known, n=3, cutoff=0.65) if each not in close]
     if not close:  # the nearest of all, by their last part
         by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
         close = [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)]

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ from . import inductor, patterns, torchscript
 from .agreement import Replaced, agreeing, returned_of
 from .bfloat16 import in_bfloat16
 from .engine import DEBUG, Lowering, verify
+from .lowered_model import LoweredModel
 from .onednn import OneDNNModel
 from .passes import fold_constants, sizes_of_integers, written_as_laid_out, written_attributes
 from .self_test import SelfTest, expected_outputs, widest_level
 from .submodules import lower_parts
 
 VERBOSE = bool(os.environ.get("DBRQ_VERBOSE"))
-BACKENDS = ("torchscript", "onednn", "inductor")
 #: Held while a switch of the process may be off.
 _WARMING = threading.Lock()
 _SCRIPTING = threading.Lock()
@@ -111,12 +111,7 @@ def lower(
     def lowered(recording: Recording, module: nn.Module) -> nn.Module:
         def build(graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...]) -> nn.Module:
             stages.at("fusing")
-            if backend == "onednn":
-                model = _on_onednn(graph, inputs, in_torch, module, dtype, stages)
-            elif backend == "inductor":
-                model = _on_inductor(graph, inputs, module, dtype, stages, cpp_wrapper)
-            else:
-                model = _on_torchscript(graph, inputs, in_torch, module, dtype, stages)
+            model = BACKENDS[backend](Request(graph, inputs, in_torch, module, dtype, stages, cpp_wrapper))
             stages.at("comparing with the converted model")
             return model
 
@@ -134,22 +129,43 @@ def lower(
         return lower_parts(quantized, example_inputs, example_kwargs, lowered, verbose)
 
 
-def _on_torchscript(
-    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
-    stages: Stages,
-) -> nn.Module:  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a backend is to lower, and how.
+
+    Attributes:
+        graph: the Q/DQ graph, which is used up.
+        inputs: an example of its inputs.
+        in_torch: ops that are to run in torch.
+        quantized: the converted model that the graph is of.
+        dtype: of what stays float.
+        stages: told what it is at.
+        cpp_wrapper: for inductor, have C++ rather than Python call the kernels.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple
+    in_torch: tuple[Replaced, ...]
+    quantized: nn.Module
+    dtype: torch.dtype
+    stages: Stages
+    cpp_wrapper: bool = False
+
+
+def _on_torchscript(request: Request) -> nn.Module:
+    graph, inputs, stages = request.graph, request.inputs, request.stages
     decisions = graph.meta.get("decisions", ())
     _check_scriptable(graph, inputs)
     expected, widest = expected_outputs(graph, inputs), widest_level(graph.graph, graph)
-    lowering = lower_graph(graph, dtype, in_torch)
-    if dtype is torch.bfloat16:
+    lowering = lower_graph(graph, request.dtype, request.in_torch)
+    if request.dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
     if stages.verbose:
         print(lowering, *(f"asserted in the graph: {decision}" for decision in decisions), sep="\n", file=sys.stderr)
     test = SelfTest(lowering, inputs, expected, widest)
     test.hold(lowering.module)
     stages.at("compiling TorchScript")
-    scripted = _scripted(lowering, quantized)
+    scripted = _scripted(lowering, request.quantized)
     stages.at("running the example")
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
@@ -163,35 +179,35 @@ def _on_torchscript(
     return scripted
 
 
-def _on_onednn(
-    graph: fx.GraphModule, inputs: tuple, in_torch: tuple[Replaced, ...], quantized: nn.Module, dtype: torch.dtype,
-    stages: Stages,
-) -> nn.Module:  # fmt: skip
-    model = OneDNNModel(graph, returned_of(graph), dtype)
-    for replaced in in_torch:
+def _on_onednn(request: Request) -> nn.Module:
+    model = OneDNNModel(request.graph, returned_of(request.graph), request.dtype)
+    for replaced in request.in_torch:
         model.keep_in_torch(replaced.nodes)
         model.lowering.reasons[replaced.op] = replaced.reason
-    model.dbrq_report = _report_json(model.lowering, quantized)
-    if stages.verbose:
-        print(model.lowering, file=sys.stderr)
-    stages.at("making kernels for the example")
-    model.warm(inputs)
-    return model
+    return _warmed(model, model.lowering, request)
 
 
-def _on_inductor(
-    graph: fx.GraphModule, inputs: tuple, quantized: nn.Module, dtype: torch.dtype, stages: Stages, cpp_wrapper: bool
-) -> nn.Module:
-    returned = returned_of(graph)
-    lowering = Lowering(graph, dtype)
+def _on_inductor(request: Request) -> nn.Module:
+    returned, lowering = returned_of(request.graph), Lowering(request.graph, request.dtype)
     inductor.prepare(lowering)
-    model = inductor.InductorModel(graph, returned, dtype, cpp_wrapper=cpp_wrapper)
-    model.dbrq_report = _report_json(lowering, quantized)
-    if stages.verbose:
+    model = inductor.InductorModel(request.graph, returned, request.dtype, cpp_wrapper=request.cpp_wrapper)
+    return _warmed(model, lowering, request)
+
+
+def _warmed(model: LoweredModel, lowering: Lowering, request: Request) -> nn.Module:
+    """A model that runs from Python, with its report and what runs the example."""
+    model.dbrq_report = _report_json(lowering, request.quantized)
+    if request.stages.verbose:
         print(lowering, file=sys.stderr)
-    stages.at("making kernels for the example")
-    model.warm(inputs)
+    request.stages.at("making kernels for the example")
+    model.warm(request.inputs)
     return model
+
+
+#: Name -> what lowers a graph to it.
+BACKENDS: dict[str, Callable[[Request], nn.Module]] = {
+    "torchscript": _on_torchscript, "onednn": _on_onednn, "inductor": _on_inductor,
+}  # fmt: skip
 
 
 def _check_scriptable(graph: fx.GraphModule, inputs: tuple) -> None:

@@ -133,7 +133,7 @@ def test_faults_that_one_call_does_not_show(backend, fault, monkeypatch):
         return result
 
     if backend == "torchscript":
-        made = dbrq.lowering._on_torchscript
+        made = dbrq.lowering.BACKENDS[backend]
 
         class Changed(nn.Module):
             def __init__(self, inner):
@@ -143,7 +143,7 @@ def test_faults_that_one_call_does_not_show(backend, fault, monkeypatch):
             def forward(self, *args):
                 return changed(self.inner(*args))
 
-        monkeypatch.setattr(dbrq.lowering, "_on_torchscript", lambda *args: Changed(made(*args)))
+        monkeypatch.setitem(dbrq.lowering.BACKENDS, backend, lambda request: Changed(made(request)))
     else:
         kind = InductorModel if backend == "inductor" else dbrq.lowering.onednn.model.OneDNNModel
         plain = kind.plain

@@ -89,6 +89,7 @@ class PointwiseConv(Linear):
 def _pixels(x: Tensor) -> Tensor:
     """``[N, C, H, W]`` -> ``[N * H * W, C]``, without a copy for what is channels_last."""
     assert x.dim() == 4, f"dbrq: an int8 convolution takes 4 dimensions and got {x.dim()}"
+    assert x.size(2) > 0 and x.size(3) > 0, "dbrq: an int8 convolution takes images of one pixel or more"
     channels = x.size(1)
     x = x.contiguous(memory_format=torch.channels_last)
     return x.as_strided([x.size(0) * x.size(2) * x.size(3), channels], [channels, 1])
