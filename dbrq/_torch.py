@@ -116,6 +116,10 @@ init_flat_weights: Callable[[nn.RNNBase], None] = operator.methodcaller("_init_f
 PRUNED = "_tensor_name"
 #: The child under which ``torch.compile(module)`` keeps the module.
 COMPILED = "_orig_mod"
+#: Names of the buffers of a module that a state dict leaves out; a buffer that is added to it is one of them.
+unsaved_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
+#: Where a configuration of transformers has which attention its model takes.
+ATTENTION = "_attn_implementation"
 #: The pre-hooks of every module.
 global_forward_pre_hooks: Any = nn.modules.module._global_forward_pre_hooks
 

@@ -334,6 +334,22 @@ def test_layouts_of_packed_weights() -> None:
 # Modules
 
 
+def test_buffers_that_a_state_dict_leaves_out() -> None:
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(1))
+    module.register_buffer("b", torch.zeros(1), persistent=False)
+    assert _torch.unsaved_buffers(module) == {"b"}
+    _torch.unsaved_buffers(module).add("a")
+    assert not module.state_dict()
+
+
+def test_which_attention_a_model_of_transformers_takes() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8)
+    setattr(config, _torch.ATTENTION, "eager")
+    assert getattr(transformers.BertModel(config).config, _torch.ATTENTION) == "eager"
+
+
 def test_what_modules_keep() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert list(module._modules) == ["0", "1"] and list(module[0]._parameters) == ["weight", "bias"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import unsaved_buffers
 from ..calibration.session import QuantizedModelToken
 from ..eager.recurrent import recurrent_weights
 from ..eager.weights import check_entry, check_weights, hold, stand_in, stand_in_recurrent
@@ -87,7 +88,7 @@ def _held(model: nn.Module, tensors: dict[str, Tensor]) -> list[list]:
         for kind, registered in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in registered.items():
                 full = f"{path}.{name}".lstrip(".")
-                kind_ = "state" if kind == "buffer" and name in module._non_persistent_buffers_set else kind
+                kind_ = "state" if kind == "buffer" and name in unsaved_buffers(module) else kind
                 if tensor is not None and id(tensor) not in names:
                     if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
                         raise QuantizationError("a tensor cannot be written without pickle", path=path, got=name)
@@ -196,7 +197,7 @@ class Described:
                 module._buffers.pop(name, None)
             registered[name] = tensor
             if kind == "state":
-                module._non_persistent_buffers_set.add(name)
+                unsaved_buffers(module).add(name)
         for path, names in _surplus(modules, given):
             for name in names:
                 modules[path]._parameters.pop(name, None)

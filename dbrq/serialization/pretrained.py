@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .._torch import ATTENTION
 from ..errors import ERRORS_OF_CODE, LoadError, QuantizationError, nearest
 from ..workflow import restored
 from .described import Described
@@ -108,7 +109,7 @@ def _made(cls: Any, folder: str, content: dict[str, Any]) -> nn.Module:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if content.get("attention") in ("eager", "sdpa"):
-        config._attn_implementation = content["attention"]
+        setattr(config, ATTENTION, content["attention"])
     try:
         with no_init_weights():
             model = cls(config).float()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .._torch import ATTENTION
 from ..errors import QuantizationError
 from ..hidden_state import extend, state_of
 from .described import describe
@@ -55,7 +56,7 @@ def _save_pretrained(
     content, tensors = describe(module)
     folder = os.fspath(save_directory)
     os.makedirs(folder, exist_ok=True)
-    label = {"format": FORMAT, "attention": getattr(config, "_attn_implementation", None), "transformers": _version(),
+    label = {"format": FORMAT, "attention": getattr(config, ATTENTION, None), "transformers": _version(),
              "generates": _can_generate(module)}  # fmt: skip
     write(os.path.join(folder, WEIGHTS), {**label, "model": content}, tensors)
     config = copy.deepcopy(config)
