@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from .fusion import find_chains
 from .guards import check_ready, freeze, without_autocast
 from .hidden_state import attach, state_of
 from .mappings import Role
+from .progress import on_terminal
 from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState
 from .record.record import SeenOp
@@ -199,9 +199,7 @@ def _calibrate(prepared: nn.Module, calls: Iterable[tuple[tuple, dict]], progres
 
 
 def _with_progress(data: Iterable[tuple[tuple, dict]], progress: bool | None) -> Iterable[tuple[tuple, dict]]:
-    if progress is None:
-        progress = sys.stderr is not None and sys.stderr.isatty()
-    if not progress:
+    if not on_terminal(progress):
         return data
     try:
         from tqdm import tqdm

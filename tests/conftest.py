@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from dbrq import selfcheck
+
 # Worker processes share the two cores: threads of both would wait for each other.
 torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # torch gives most warnings once in a process; the filter in setup.cfg must meet them in every test.
@@ -38,3 +40,12 @@ def seeded() -> Iterator[None]:
     np.random.seed(0)
     random.seed(0)
     yield
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> selfcheck._Ledger:
+    """A process that has tried no kernel yet, and tries them."""
+    fresh = selfcheck._Ledger()
+    fresh.enabled = True
+    monkeypatch.setattr(selfcheck, "_ledger", fresh)
+    return fresh

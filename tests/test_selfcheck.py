@@ -11,14 +11,7 @@ import dbrq
 from dbrq import selfcheck
 from dbrq.selfcheck import Failure, Guarded
 
-
-@pytest.fixture(autouse=True)
-def ledger(monkeypatch):
-    """A process that has tried nothing yet."""
-    fresh = selfcheck._Ledger()
-    fresh.enabled = True
-    monkeypatch.setattr(selfcheck, "_ledger", fresh)
-    return fresh
+pytestmark = pytest.mark.usefixtures("ledger")
 
 
 def test_a_trial_runs_once_for_each_key_also_from_several_threads(ledger):

@@ -116,14 +116,10 @@ class QConfigResolver:
     def resolve(self, op: SeenOp) -> QConfig | None:
         scope = op.module if op.module is not None else op.owner
         module = self.modules[scope]
-        if op.module is not None:
-            keys: tuple[Any, ...] = (type_before_parametrizations(module),)
-            counted_in = op.module.rpartition(".")[0]
-            base = self.mapping.global_qconfig
-        else:
-            keys = _spellings(op.row, op.spelling)
-            counted_in = op.owner
-            base = self._by_type(keys, self.mapping.global_qconfig)
+        counted_in, keys = self._counted(op)
+        base = self.mapping.global_qconfig
+        if op.module is None:
+            base = self._by_type(keys, base)
         base = self._by_type((type_before_parametrizations(module),), base)
         for path in self._paths[id(module)]:
             base = self._by_regex(path, base)
@@ -131,12 +127,15 @@ class QConfigResolver:
             base = self._by_name(path, base)
         return self._by_order(counted_in, keys, base)
 
+    def _counted(self, op: SeenOp) -> tuple[str, tuple[Any, ...]]:
+        """The path of the module that counts an op by order, and the kinds that it is counted as."""
+        if op.module is None:
+            return op.owner, _spellings(op.row, op.spelling)
+        return op.module.rpartition(".")[0], (type_before_parametrizations(self.modules[op.module]),)
+
     def _count(self, op: SeenOp) -> None:
         """Note an op that is float whatever its qconfig, which entries by order may name."""
-        module = self.modules[op.owner if op.module is None else op.module]
-        leaf = op.module is not None
-        keys = (type_before_parametrizations(module),) if leaf else _spellings(op.row, op.spelling)
-        path = op.module.rpartition(".")[0] if op.module is not None else op.owner
+        path, keys = self._counted(op)
         names = {*keys, getattr(F, op.op, op.op), getattr(torch, op.op, op.op)}
         self._met.update((path, key) for key in names)
 
@@ -183,17 +182,9 @@ def _check_names(mapping: QConfigMapping, modules: Mapping[str, nn.Module]) -> N
             ) from error  # fmt: skip
         if not matches:
             raise _no_module("regex", pattern, modules)
-    methods = [each for each in mapping.object_type_qconfigs if isinstance(each, str)]
-    for name in methods:
-        known = (
-            torch.Tensor,
-            torch,
-            F,
-            operator,
-        )  # torch's defaults name functions too, and what might be a method
-        if name not in _ROW_NAMES and not any(
-            hasattr(each, n) for each in known for n in (name, name.removesuffix("_"))
-        ):
+    for name in (each for each in mapping.object_type_qconfigs if isinstance(each, str)):
+        spelled = (name, name.removesuffix("_"))
+        if name not in _ROW_NAMES and not any(hasattr(each, n) for each in _METHODS for n in spelled):
             raise ConfigurationError(
                 f"the qconfig mapping has the object type {name!r}, which is no method of tensors", got=name,
                 expected="a class, a function, or the name of a method",
@@ -201,6 +192,8 @@ def _check_names(mapping: QConfigMapping, modules: Mapping[str, nn.Module]) -> N
             )  # fmt: skip
 
 
+#: Where names of object types are from: torch's defaults name functions too, and what might be a method.
+_METHODS = (torch.Tensor, torch, F, operator)
 _ROW_NAMES = frozenset(spelling.row.name for spelling in FUNCTIONS.values())
 
 

@@ -28,6 +28,8 @@ class Writer(Protocol):
 
     def describe(self, node: fx.Node) -> None: ...
 
+    def hold_layouts_behind(self, node: fx.Node) -> None: ...
+
 
 class Outcome(enum.Enum):
     """What a call gave that copies or not, as layouts have it."""
@@ -102,13 +104,12 @@ def settle(writer: Writer, outcomes: Mapping[fx.Node, Laid]) -> None:
         writer: of the graph, which has its output already.
         outcomes: what copies or gives a view, as layouts have it -> what it gave.
     """
-    held: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(writer.graph.nodes)}
     for node in list(writer.graph.nodes):
         matters = node in outcomes and tells_apart(node, outcomes[node].outcome, order)
         if matters or called(node) in BY_MEMORY:
             with writer.graph.inserting_before(node):
-                hold_behind(writer, node, held)
+                writer.hold_layouts_behind(node)
                 if matters:
                     _hold_axes_of_one(writer, node, outcomes[node].axes)
         if matters:

@@ -17,7 +17,7 @@ from . import plots
 from .comparing import Comparison, ComparisonRow
 from .machine import cpu, torch_facts
 from .rows import ChosenRange, Facts, PathRow, ReportRow
-from .summary import estimated, kinds, measured, megabytes, mmacs, next_steps, reason_of
+from .summary import estimated, kinds, measured, megabytes, mmacs, next_steps, reason_of, share_in_int8
 from .timing import Profile
 
 _ROW, _LANE, _LEFT = 22, 9, 14
@@ -26,7 +26,7 @@ _MOST_BARS = 20
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page shows; what is None or empty has no section on it."""
+    """What a page shows; what is None or empty has no section on it. ``paths`` are those of calls that have several."""
 
     rows: Sequence[ReportRow]
     facts: Facts
@@ -90,7 +90,7 @@ def _shown(contents: Contents) -> dict[str, Any]:
         "profile": profile,
         "ranges": _ranges(facts.ranges, errors),
         "graph": _graph(rows, facts.edges),
-        "paths": [row for row in contents.paths if _branches(row, contents.paths)],
+        "paths": contents.paths,
         "environment": _environment(),
     }
 
@@ -98,11 +98,14 @@ def _shown(contents: Contents) -> dict[str, Any]:
 def _cards(contents: Contents, shares: Sequence[float], is_measured: bool) -> list[tuple[str, str]]:
     """(number, what it is)."""
     facts = contents.facts
-    in_int8 = sum(share for row, share in zip(contents.rows, shares, strict=True) if row.precision == "int8")
+    how = "measured" if is_measured else "estimated"
     cards = [
         (f"{contents.coverage:.1%}", "of multiply-accumulates with weights in int8"),
         (f"{contents.coverage_all:.1%}", "with those of activations among themselves"),
-        (f"{in_int8:.0%}", f"of the time in int8 ops, {'measured' if is_measured else 'estimated'}"),
+        (
+            f"{share_in_int8(contents.rows, shares):.0%}",
+            f"of the time in int8 ops, {how}",
+        ),
     ]
     if facts.bytes_before:
         cards.append((megabytes(facts.bytes_after), f"of weights, {megabytes(facts.bytes_before)} in float"))
@@ -185,10 +188,6 @@ def _graph(rows: Sequence[ReportRow], edges: Sequence[tuple[int, int]]) -> dict[
         "row": _ROW, "x": x, "curves": curves, "steps": [a for a, b in edges if b == a + 1],
         "width": x + 40 + 7 * longest, "height": _ROW * len(rows),
     }  # fmt: skip
-
-
-def _branches(row: PathRow, paths: Sequence[PathRow]) -> bool:
-    return any(other.number and (other.module, other.call) == (row.module, row.call) for other in paths)
 
 
 def _environment() -> list[tuple[str, str]]:

@@ -113,7 +113,7 @@ class Report(Table):
                     f"save takes what dbrq.{name} found", expected=f"{name}=dbrq.{name}(...)",
                     got=type(given).__name__, hint=f"pass the result, not the model or dbrq.{name} itself",
                 )  # fmt: skip
-        write(Contents(self.rows, self.facts, self.coverage, self.coverage_all, self.paths, compare,
+        write(Contents(self.rows, self.facts, self.coverage, self.coverage_all, self._branching(), compare,
                        self.profile if profile is None else profile), path)  # fmt: skip
 
     def _branching(self) -> list[PathRow]:

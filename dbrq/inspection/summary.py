@@ -111,11 +111,12 @@ def weights(facts: Facts) -> str:
 def time_in_int8(rows: Sequence[ReportRow], profile: Profile | None) -> str:
     """Share of the time that int8 ops take, in a sentence."""
     known = [("estimated", estimated(rows)), ("measured", measured(rows, profile))]
-    said = [f"{_of(rows, shares):.0%} {how}" for how, shares in known if shares is not None]
+    said = [f"{share_in_int8(rows, shares):.0%} {how}" for how, shares in known if shares is not None]
     return f"share of the time in int8 ops: {', '.join(said)}"
 
 
-def _of(rows: Sequence[ReportRow], shares: Sequence[float]) -> float:
+def share_in_int8(rows: Sequence[ReportRow], shares: Sequence[float]) -> float:
+    """What the ops in int8 have of ``shares``, 0 to 1."""
     return sum(share for row, share in zip(rows, shares, strict=True) if row.precision == "int8")
 
 

@@ -90,3 +90,10 @@ class Images(Rows):
     def __init__(self, function: Callable):
         super().__init__(function)
         self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+
+def model_and_input() -> tuple[nn.Module, Tensor]:
+    """Two convolutions and a linear layer, and images for them; the same each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(288, 5))
+    return model.eval(), torch.randn(2, 4, 8, 8)

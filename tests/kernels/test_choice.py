@@ -14,21 +14,9 @@ import dbrq
 from dbrq import _torch, kernels, selfcheck
 from dbrq.kernels import NO_POST_OP, PostOp, QParams, choice, formulations, script, stock, trials
 from dbrq.kernels.known_faults import Geometry
+from tests.helpers.models import model_and_input
 
-
-@pytest.fixture(autouse=True)
-def ledger(monkeypatch):
-    """A process that has tried nothing yet."""
-    fresh = selfcheck._Ledger()
-    fresh.enabled = True
-    monkeypatch.setattr(selfcheck, "_ledger", fresh)
-    return fresh
-
-
-def model_and_input() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(288, 5))
-    return model.eval(), torch.randn(2, 4, 8, 8)
+pytestmark = pytest.mark.usefixtures("ledger")
 
 
 class Residual(nn.Module):

@@ -12,26 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from dbrq import selfcheck
 from dbrq.kernels import NO_POST_OP, PackedConv, PostOp, QParams, choice, script
 from dbrq.kernels.known_faults import FAULTS, Geometry, fault_of
 from dbrq.lowering import inductor
 from dbrq.lowering.engine import Lowering
+from tests.helpers.models import model_and_input
 
-
-def model_and_input() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(288, 5))
-    return model.eval(), torch.randn(2, 4, 8, 8)
-
-
-@pytest.fixture(autouse=True)
-def ledger(monkeypatch):
-    """A process that has tried nothing yet."""
-    fresh = selfcheck._Ledger()
-    fresh.enabled = True
-    monkeypatch.setattr(selfcheck, "_ledger", fresh)
-    return fresh
+pytestmark = pytest.mark.usefixtures("ledger")
 
 
 # Known faults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import Any
 
@@ -75,13 +75,7 @@ def test_sequences_of_sizes_are_taken_as_they_come():
     assert Desc.strided(shape, torch.float32) == Desc.strided([2, 3], torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test meets a process in which no primitive was made, and leaves none behind."""
-    monkeypatch.setattr(selfcheck, "_ledger", selfcheck._Ledger())
-    monkeypatch.setattr(binding, "_shared", binding._Shared())
-    selfcheck.set_self_check(True)
-    yield
+pytestmark = pytest.mark.usefixtures("nothing_proved")
 
 
 def test_shapes_in_rotation_leak_no_more_than_a_budget(monkeypatch):

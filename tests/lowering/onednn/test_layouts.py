@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbrq
-from dbrq import selfcheck
-from dbrq.lowering.onednn import binding
 from dbrq.lowering.onednn.execution import _as_planned
 from dbrq.lowering.onednn.library import OneDNNError
 from dbrq.lowering.onednn.values import Buffer, Kind, Value
@@ -61,13 +59,7 @@ def test_onednn_writes_to_negatives():
     assert a.is_neg() and torch.equal(a, b)
 
 
-@pytest.fixture(autouse=True)
-def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test meets a process in which no primitive was made, and leaves none behind."""
-    monkeypatch.setattr(selfcheck, "_ledger", selfcheck._Ledger())
-    monkeypatch.setattr(binding, "_shared", binding._Shared())
-    selfcheck.set_self_check(True)
-    yield
+pytestmark = pytest.mark.usefixtures("nothing_proved")
 
 
 # What a plan may not assume

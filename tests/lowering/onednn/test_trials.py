@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import c_uint8, c_void_p
 from typing import Any
 
@@ -36,13 +36,7 @@ LEVELS = 255 if has_exact_int8_dot() else 127
 Fault = Callable[[Primitive, dict[int, int]], None]
 
 
-@pytest.fixture(autouse=True)
-def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test meets a process in which no primitive was made, and leaves none behind."""
-    monkeypatch.setattr(selfcheck, "_ledger", selfcheck._Ledger())
-    monkeypatch.setattr(binding, "_shared", binding._Shared())
-    selfcheck.set_self_check(True)
-    yield
+pytestmark = pytest.mark.usefixtures("nothing_proved")
 
 
 @pytest.fixture
