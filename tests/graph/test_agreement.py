@@ -333,6 +333,17 @@ def test_deep_random_networks_and_legitimate_flips_do_not_raise(name, backend):
     assert all(row.precision == "int8" for row in dbrq.report(lowered).rows if row.op in ("conv2d", "linear"))
 
 
+@pytest.mark.parametrize("seed", [2, 4, 8, 11])
+def test_masks_of_sums_that_cancel_in_integers_do_not_raise(seed):
+    """Integers cancel to zero where floats leave a rest, and ``bool()`` tells (by the fuzzer, seed 8001202)."""
+    torch.manual_seed(seed)
+    layer, x = nn.Conv2d(8, 16, (3, 1), padding=2, groups=8, bias=False), torch.randn(2, 8, 9, 9)
+    model = Model(lambda m, x: m.conv(x).bool().float(), conv=layer).eval()
+    quantized = dbrq.quantize(model, [x])
+    graph = dbrq.rewrite(quantized, x)
+    assert (graph(x) != quantized(x)).sum() <= 3
+
+
 def test_the_reference_leaves_its_graph_alone():
     model, x = Writing(), torch.randn(6, 8)
     graph = dbrq.rewrite(dbrq.quantize(model, [x.clone()]), x)

@@ -53,6 +53,8 @@ class Convolution:
         if not all(isinstance(size, int) or size.is_Integer for size in sizes):
             return "int8 kernels are wrong for some sizes, and those of an image depend on values"
         geometry = dataclasses.replace(self.geometry, shape=tuple(map(int, sizes)))
+        if 0 in geometry.shape:
+            return "what is added to a result without elements has no layout that torch's kernel takes"
         image, free = geometry.shape[2:], any(not isinstance(size, int) for size in self.shape)
         if free and (geometry.shape[1] == 1 or (max(image) == 1 and max(geometry.result) > 1)):
             return "torch 2.13 is wrong about the layout of its result where sizes are free"

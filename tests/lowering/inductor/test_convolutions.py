@@ -129,6 +129,18 @@ def test_a_faulty_convolution_leaves_other_readers_of_its_weight_in_int8():
     assert sqnr(dbrq.rewrite(quantized, x)(x), graph(x)) > 60
 
 
+def test_a_batch_of_none_is_added_to_a_convolutions_result():
+    """Torch's kernel asks for a layout that nothing without elements has (by the fuzzer, seed 8000250)."""
+    torch.manual_seed(0)
+    model = Between(lambda y, f, x: y + f(y), nn.Conv2d(10, 10, 1), nn.Identity()).eval()
+    x = torch.randn(1, 10, 1, 9).to(memory_format=torch.channels_last)
+    quantized = dbrq.quantize(model, [x])
+    model_of_code = lowered(quantized, x)
+    assert_same(model_of_code, quantized, x)
+    assert run(model_of_code, x[:0].contiguous()).shape == (0, 10, 1, 9)
+    assert_same(model_of_code, quantized, torch.randn(3, 10, 1, 9))
+
+
 def test_a_kernel_of_one_element_dilates_nothing():
     """Given to oneDNN, with padding, it reads out of bounds."""
     torch.manual_seed(0)
