@@ -150,9 +150,23 @@ def _settle(graph: fx.Graph, node: fx.Node, outcome: Outcome) -> None:
             copy = graph.call_method("clone", (source,))
         copy.meta.update({key: value for key, value in source.meta.items() if key not in ("facts", "op")})
         node.replace_input_with(source, copy)
-    elif outcome is Outcome.SAME:  # another view stays as it is: of values of some layouts there is none
+    elif outcome is Outcome.SAME:
         node.replace_all_uses_with(source)
         graph.erase_node(node)
+    else:
+        _lay_out(graph, source)
+
+
+def _lay_out(graph: fx.Graph, value: fx.Node) -> None:
+    """Have the memory behind a value lie row-major, if it did in the run: of other layouts there may be no view."""
+    while above := sources(value):
+        value = above[0]
+    if value.op in ("placeholder", "get_attr") or not value.meta.get("contiguous"):
+        return
+    with graph.inserting_after(value):
+        laid_out = graph.call_method("contiguous", (value,))
+    laid_out.meta = {key: fact for key, fact in value.meta.items() if key not in ("facts", "op")}
+    value.replace_all_uses_with(laid_out, delete_user_cb=lambda user: user is not laid_out)
 
 
 # What is asserted

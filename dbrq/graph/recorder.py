@@ -336,13 +336,14 @@ class GraphRecorder(GraphWriter):
         return self._as_strided(result, tensor)
 
     def _as_strided(self, result: Tensor, tensor: Tensor) -> Tensor:
-        """``result`` with the very strides of ``tensor``, which torch's element-wise ops drop for axes of one element:
-        by these it chooses the layout of what a convolution returns.
+        """``result`` with the very strides of ``tensor``, which torch's element-wise ops drop for axes of one element and
+        for expanded ones: by these it chooses the layout of what a convolution returns.
         """
         with without_function_modes():  # a run on its way would take these for the user's questions
-            if result.stride() == tensor.stride() or 0 in tensor.stride() or not tensor.numel():
+            if result.stride() == tensor.stride() or not tensor.numel():
                 return result
-            laid_out = torch.empty_strided(tensor.shape, tensor.stride()).copy_(result)
+            stored = result[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
+            laid_out = torch.empty_strided(stored.shape, tensor.stride()).copy_(stored).expand(tensor.shape)
         return self.alias(laid_out, result)
 
 

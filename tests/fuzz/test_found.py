@@ -597,6 +597,22 @@ def test_a_write_to_what_is_channels_last_or_made_so(backend: str) -> None:
         assert all(sqnr(a, b) > 25 for a, b in zip(expected, result, strict=True))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("view", [lambda y: y.data.contiguous(), lambda y: y.mT.ravel()], ids=["contiguous", "ravel"])
+def test_a_write_to_a_view_of_what_comes_of_an_expanded_image(backend: str, view: Any) -> None:
+    """Torch's convolution of such an image is row-major, that of its dequantized copy channels_last: seed 9002061."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.b(m.a(x.swapaxes(1, 3)))
+        view(y).mul_(0.5)
+        return m.c(y)
+
+    model = Call(forward, **{name: nn.Conv2d(3, 3, 1) for name in "abc"}).eval()
+    x = torch.randn(1, 17, 1, 3).expand(5, 17, 1, 3)
+    (expected,), (result,) = runs(model, [x]), runs(lowered(quantized(model, x), x, backend), [x])
+    assert sqnr(expected, result) > 25
+
+
 def test_a_write_to_the_last_view_of_an_int8_value() -> None:
     """It was refused, as if the value were there to see it."""
     model = Call(lambda m, x: m.b(m.a(x)[:, ::2].contiguous().mul_(0.5)), a=nn.Linear(8, 8), b=nn.Linear(4, 4)).eval()
