@@ -336,8 +336,8 @@ class GraphRecorder(GraphWriter):
         return self._as_strided(result, tensor)
 
     def _as_strided(self, result: Tensor, tensor: Tensor) -> Tensor:
-        """``result`` with the very strides of ``tensor``, which torch's element-wise ops drop for axes of one element and
-        for expanded ones: by these it chooses the layout of what a convolution returns.
+        """``result`` with the very strides of ``tensor``, which torch's element-wise ops drop for expanded axes and for
+        those of one element: by these it chooses the layout of what a convolution returns.
         """
         with without_function_modes():  # a run on its way would take these for the user's questions
             if result.stride() == tensor.stride() or not tensor.numel():
