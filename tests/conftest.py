@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts its threads
+gc.set_threshold(50_000, 20, 20)  # imports and graphs are many small objects: a seventh of the suite's time, by default
 
 import numpy as np
 import pytest
