@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts its threads
-gc.set_threshold(50_000, 20, 20)  # imports and graphs are many small objects: a seventh of the suite's time, by default
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 from dbrq import selfcheck
 
+gc.set_threshold(50_000, 20, 20)  # graphs are many small objects: the collector took a seventh of the suite's time
 # Worker processes share the two cores: threads of both would wait for each other.
 torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # torch gives most warnings once in a process; the filter in setup.cfg must meet them in every test.
