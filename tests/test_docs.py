@@ -181,5 +181,3 @@ def test_the_site_builds_without_a_warning(site):
 def test_the_site_fetches_nothing_from_elsewhere(site):
     fetched = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="(?:https?:)?//|<link[^>]*\shref="(?:https?:)?//')
     assert [page for page in site.rglob("*.html") if fetched.search(read(page))] == []
-
-
