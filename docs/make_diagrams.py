@@ -112,7 +112,9 @@ def drawn(diagram: Diagram, mermaid: Path) -> str:
     if found is None:
         raise RuntimeError(f"Chromium drew nothing of {diagram.title!r}")
     svg = re.sub(r'style="[^"]*"', 'style="background: #fff"', html.unescape(found[1]), count=1)
-    return f"{diagram.mark}\n{svg}\n"
+    width = re.search(r'viewBox="\S+ \S+ (\S+) ', svg)
+    assert width is not None
+    return diagram.mark + "\n" + svg.replace('width="100%"', f'width="{width[1]}"', 1) + "\n"
 
 
 def main() -> None:
