@@ -60,11 +60,7 @@ class Page:
 
 
 def numbers(cell: str) -> list[float]:
-    """All of a cell, in order.
-
-    >>> numbers("0.92 (0.66 to 1.09), Intel ext.")
-    [0.92, 0.66, 1.09]
-    """
+    """All of a cell, in order: 0.92, 0.66 and 1.09 of "0.92 (0.66 to 1.09), Intel ext."."""
     return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", cell)]
 
 

@@ -45,11 +45,7 @@ class Diagram:
 
     @property
     def title(self) -> str:
-        """What a reader who does not see the picture is told.
-
-        >>> Diagram("flowchart LR\\n  accTitle: The way of a model\\n").title
-        'The way of a model'
-        """
+        """What a reader who does not see the picture is told."""
         found = re.search(r"^\s*accTitle: (.+)$", self.source, re.MULTILINE)
         if found is None:
             raise ValueError(f"a mermaid diagram has no accTitle:\n{self.source}")

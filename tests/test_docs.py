@@ -53,9 +53,9 @@ def name_of(page: Path) -> str:
 
 def in_shell(code: str, folder: Path) -> None:
     """Run lines of a shell, in which ``python`` is that of this process; ``dbrq`` runs here, since starting is slow."""
-    commands = [shlex.split(line, comments=True) for line in code.splitlines()]
-    if all(command[0] == "dbrq" for command in commands):
-        assert [main(arguments) for _, *arguments in commands] == [0] * len(commands), code
+    lines = code.splitlines()
+    if all(line.startswith("dbrq ") for line in lines):
+        assert [main(shlex.split(line, comments=True)[1:]) for line in lines] == [0] * len(lines), code
         return
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f'python() {{ "{sys.executable}" "$@"; }}\n{code}'],
