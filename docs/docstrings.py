@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from griffe import Extension, Object
@@ -15,10 +16,7 @@ class Examples(Extension):
     """Griffe takes ``>>>`` for examples below a heading only, and for quotations elsewhere."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        docstring = obj.docstring
-        if docstring is None or "Example" in docstring.value:
-            return
-        before, *after = _FIRST_EXAMPLE.split(docstring.value, maxsplit=1)
+        before, *after = _FIRST_EXAMPLE.split(obj.docstring.value if obj.docstring else "", maxsplit=1)
         if after:
-            examples = "".join(f"    {line}\n" if line else "\n" for line in after[0].splitlines())
-            docstring.value = f"{before}\n\nExamples:\n{_DOCTEST_OPTION.sub('', examples)}"
+            examples = textwrap.indent(_DOCTEST_OPTION.sub("", after[0]), "    ")
+            obj.docstring.value = f"{before}\n\nExamples:\n{examples}"
