@@ -43,8 +43,8 @@ def rewrite(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. Only inputs given here become inputs
-        of the graph.
+        example_inputs: one call's arguments, as in ``prepare``. Only inputs given here become inputs of the graph.
+        example_kwargs: keyword arguments beside them.
 
     Returns:
         A GraphModule that computes what ``quantized`` does, in ``quantized_decomposed`` ops; ``torch.jit.script`` takes

@@ -61,7 +61,8 @@ def prepare(
         example_inputs: a tensor, a tuple or list of positional arguments, or a Mapping of keyword arguments. They are
             copied, run once in eval mode under ``no_grad``, and not observed.
         qconfig_mapping: None for the default recipe, else ``QConfig`` or ``QConfigMapping`` of
-        ``torch.ao.quantization``. example_kwargs: keyword arguments beside ``example_inputs``.
+            ``torch.ao.quantization``.
+        example_kwargs: keyword arguments beside ``example_inputs``.
         inplace: prepare the model itself, not a copy.
         fuse: whether batch norms, activations and adds fuse into the convolution or linear layer before them.
         non_traceable_module_classes: classes not to look into; their modules stay float.
@@ -224,6 +225,12 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     Raises:
         NotCalibratedError: a value to quantize was never observed.
         ConfigurationError: ``prepared`` is not a prepared model, or was cast to another dtype or moved since.
+
+    >>> prepared = prepare(nn.Linear(4, 3), torch.zeros(1, 4))
+    >>> _ = prepared(torch.randn(8, 4))
+    >>> quantized = convert(prepared)
+    >>> type(quantized) is nn.Linear, quantized.weight_int8.dtype
+    (True, torch.int8)
     """
     prepared = uncompiled(prepared)
     check_ready(
@@ -367,8 +374,9 @@ def find_fusions(model: nn.Module, example_inputs: Any = (), *, example_kwargs: 
     """Paths of the modules that fuse, in the form that ``torch.ao.quantization.fuse_modules`` takes.
 
     Args:
-        model: a float model; it is neither run nor changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+        model: a float model. A copy of it runs; it is not changed.
+        example_inputs: one call's arguments, as in ``prepare``.
+        example_kwargs: keyword arguments beside them.
 
     >>> find_fusions(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.ReLU()), torch.zeros(1, 1, 4, 4))
     [['0', '1', '2']]

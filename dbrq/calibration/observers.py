@@ -72,12 +72,11 @@ class HistogramObserver(UniformQuantizationObserverBase):
     Raises:
         ConfigurationError: for arguments that it cannot serve.
 
-    Example:
-        >>> observer = HistogramObserver()
-        >>> _ = observer(torch.linspace(0, 2.55, 256))
-        >>> scale, zero_point = observer.calculate_qparams()
-        >>> round(scale.item(), 4), zero_point.item()
-        (0.01, 0)
+    >>> observer = HistogramObserver()
+    >>> _ = observer(torch.linspace(0, 2.55, 256))
+    >>> scale, zero_point = observer.calculate_qparams()
+    >>> round(scale.item(), 4), zero_point.item()
+    (0.01, 0)
     """
 
     histogram: Tensor

@@ -42,7 +42,8 @@ def export_onnx(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. The inputs given become the file's.
+        example_inputs: one call's arguments, as in ``prepare``. The inputs given become the file's.
+        example_kwargs: keyword arguments beside them.
         path: the file. Weights of more than 1.5 GB go into a second one beside it, ``path`` and ``.data``.
         dynamic_shapes: as in ``torch.export.export``. None: every size that the graph does not depend on stays free.
         opset_version: of ONNX; 18 or newer.

@@ -58,7 +58,8 @@ def export(
 
     Args:
         quantized: what ``convert`` returned. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``. The program is called like this.
+        example_inputs: one call's arguments, as in ``prepare``. The program is called like this.
+        example_kwargs: keyword arguments beside them.
         dynamic_shapes: as in ``torch.export.export``, for the inputs given. None: every size of every tensor, and every
             integer, that the graph does not depend on stays free, a batch of one included.
 

@@ -85,7 +85,8 @@ def log_values(
 
     Args:
         model: a float, prepared or converted model. A copy of it is run, a float one's in eval mode.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+        example_inputs: one call's arguments, as in ``prepare``.
+        example_kwargs: keyword arguments beside them.
 
     Inside a fusion of a converted model only its last op has a value.
 
@@ -165,7 +166,8 @@ def compare(
     Args:
         float_model: the model before ``prepare``, or a prepared one.
         quantized: the converted model.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+        example_inputs: one call's arguments, as in ``prepare``.
+        example_kwargs: keyword arguments beside them.
 
     Raises:
         ConfigurationError: a model is lowered: what it computes inside has no values of its own.

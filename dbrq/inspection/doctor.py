@@ -97,7 +97,8 @@ def doctor(
     Args:
         model: a float, prepared, converted or lowered model. It is not changed: a float one is watched as ``prepare``
             does, converted and lowered ones run as a copy, and a prepared one does not run.
-        example_inputs, example_kwargs: one call's arguments, as in ``prepare``.
+        example_inputs: one call's arguments, as in ``prepare``.
+        example_kwargs: keyword arguments beside them.
 
     Raises:
         ConfigurationError: ``model`` is no module, or there are inputs without a model. A model that does not run on

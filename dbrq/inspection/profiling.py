@@ -30,9 +30,10 @@ def profile(model: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) ->
             Inductor generated is none of them.) Of a converted model each op is timed, with what it takes to turn
             floats into integers and back; the rest of a call is Python. (Fused ops count where the fusion begins; a
             dynamic layer's quantizing is part of its kernel.)
-        inputs, kwargs: a call's arguments.
+        inputs: a call's arguments.
         repeats: how often the model runs; the least time of each kernel counts, or of converted models the fastest
             call.
+        kwargs: keyword arguments of the call.
 
     Raises:
         ConfigurationError: ``model`` is neither, or ``repeats`` is less than 1.

@@ -62,9 +62,10 @@ def lower(
 
     Args:
         quantized: what ``convert`` returned, or a float model, all of which then stays float. It is not changed.
-        example_inputs, example_kwargs: one call's arguments, as in ``rewrite``. For torchscript weights are packed for
-            these shapes; other shapes run, other image sizes perhaps slower. For onednn each shape has a plan of its
-            own, made when it is seen first.
+        example_inputs: one call's arguments, as in ``rewrite``. For torchscript weights are packed for these shapes;
+            other shapes run, other image sizes perhaps slower. For onednn each shape has a plan of its own, made when
+            it is seen first.
+        example_kwargs: keyword arguments beside them.
         backend: "torchscript": stock torch kernels in a ``torch.jit.ScriptModule`` that needs no dbrq to run.
             "onednn": oneDNN's own kernels, called without torch in between; faster, and run from Python
             (``pip install dbrq[onednn]``). "inductor": TorchInductor, which compiles C++ for what no kernel of

@@ -39,8 +39,20 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to
     onednn keeps graph and weights; plans are made again for the shapes that come.
 
+    Args:
+        model: what ``convert`` or ``lower`` returned.
+        path: of the file; one that is there is replaced, once the new one is whole.
+
     Raises:
-        QuantizationError: the model is neither.
+        QuantizationError: the model is neither, or cannot be written there.
+
+    >>> import dbrq, tempfile
+    >>> quantized = dbrq.quantize(nn.Linear(4, 3), [torch.randn(8, 4)])
+    >>> path = os.path.join(tempfile.mkdtemp(), "linear.pt")
+    >>> dbrq.save(quantized, path)
+    >>> x = torch.randn(2, 4)
+    >>> torch.equal(dbrq.load(path)(x), quantized(x))
+    True
     """
     model = uncompiled(model)
     writer = _writer(model)
@@ -86,6 +98,13 @@ def load(path: str | os.PathLike) -> Any:
     Raises:
         LoadError: the file is damaged, or not from ``save``, or of another version, or lowered for another CPU.
         FileNotFoundError: there is no such file.
+
+    >>> import dbrq, tempfile
+    >>> lowered = dbrq.lower(dbrq.quantize(nn.Linear(4, 3), [torch.randn(8, 4)]), torch.randn(8, 4))
+    >>> path = os.path.join(tempfile.mkdtemp(), "lowered.pt")
+    >>> dbrq.save(lowered, path)
+    >>> dbrq.load(path).self_test()
+    True
     """
     name = os.fspath(path)
     if not os.path.exists(name):

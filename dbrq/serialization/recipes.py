@@ -27,8 +27,20 @@ def save_recipe(model: nn.Module, path: str | os.PathLike) -> None:
     Each op says which values it reads as int8; ``values`` says how each is quantized. To keep an op in float, set its
     ``precision`` to ``"float"``; to keep one of its inputs in float, that input's.
 
+    Args:
+        model: a prepared or converted model.
+        path: of the file; one that is there is replaced, once the new one is whole.
+
     Raises:
         NotCalibratedError: the model is prepared but has seen no data.
+
+    >>> import dbrq, tempfile, torch
+    >>> quantized = dbrq.quantize(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [torch.randn(8, 4)])
+    >>> path = os.path.join(tempfile.mkdtemp(), "recipe.json")
+    >>> dbrq.save_recipe(quantized, path)
+    >>> with open(path) as file:
+    ...     [(op["path"], op["op"], op["precision"]) for op in json.load(file)["ops"]]
+    [('0', 'linear', 'int8'), ('1', 'relu', 'int8')]
     """
     token = _token(model)
     qparams = _qparams(token)
@@ -50,7 +62,16 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
 
     Raises:
         RecipeError: the file is damaged, belongs to another model, or leaves a value without qparams. The model is
-        unchanged.
+            unchanged.
+
+    >>> import dbrq, tempfile, torch
+    >>> model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    >>> quantized = dbrq.quantize(model, [x])
+    >>> path = os.path.join(tempfile.mkdtemp(), "recipe.json")
+    >>> dbrq.save_recipe(quantized, path)
+    >>> again = dbrq.convert(dbrq.load_recipe(dbrq.prepare(model, x), path))
+    >>> torch.equal(again(x), quantized(x))
+    True
     """
     token = _token(prepared)
     if token.phase != "observe":
