@@ -154,8 +154,7 @@ class GraphWriter:
             node.meta.setdefault("shape", tuple(tensor.shape))
             strided = tensor.layout is torch.strided
             node.meta.setdefault("contiguous", strided and tensor.is_contiguous())
-            if node.op == "placeholder":
-                node.meta.setdefault("layout", layout_of(tensor))
+            node.meta.setdefault("layout", layout_of(tensor))
         return known
 
     def alias(self, tensor: Tensor, source: Tensor) -> Tensor:

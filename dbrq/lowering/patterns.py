@@ -300,12 +300,16 @@ def free_of_strides(lowering: Lowering) -> None:
             with graph.inserting_after(node):
                 _read_contiguous(graph, node, readers)
     for node in list(graph.nodes):
-        sees = called(node) in _SEE_STRIDES or is_random(node)  # numbers are drawn in the order of memory
-        if node.op == "output" or (sees and not mutable):
+        draws = is_random(node) and not mutable
+        if node.op == "output" or draws or (called(node) in _SEE_STRIDES and not mutable):
             for read in node.all_input_nodes:
-                if _was_contiguous(read) and not memory.is_foreign(read) and not memory.is_held(read):
-                    with graph.inserting_before(node):
+                if memory.is_foreign(read) or memory.is_held(read):
+                    continue
+                with graph.inserting_before(node):
+                    if _was_contiguous(read):
                         _read_contiguous(graph, read, [node])
+                    elif draws:
+                        _read_in_order(graph, read, node)
 
 
 _OF_ANY_LAYOUT: dict[Any, str] = {"view": "reshape", "view_as": "reshape_as"}
@@ -327,6 +331,17 @@ def _read_contiguous(graph: fx.Graph, node: fx.Node, readers: list[fx.Node]) -> 
     contiguous.meta = dict(node.meta)
     for reader in readers:
         reader.replace_input_with(node, contiguous)
+
+
+def _read_in_order(graph: fx.Graph, node: fx.Node, reader: fx.Node) -> None:
+    """Have what draws numbers see the axes of a value in the order in which they lay in the run: that of the draws."""
+    order, _ = node.meta.get("layout") or (None, None)
+    if order is None or node.meta.get("dtype") is torch.uint8:
+        return
+    value = graph.call_method("contiguous", (graph.call_method("permute", (node, order)),))
+    back = graph.call_method("permute", (value, tuple(map(order.index, range(len(order))))))
+    back.meta = dict(node.meta)
+    reader.replace_input_with(node, back)
 
 
 SILU = on("silu", _is_silu, _silu, _gate_fits)

@@ -218,7 +218,7 @@ def pool_with_indices(d: Draft) -> None:
     n = d.value(x).dim() - 2
     values, indices = d.lets(f"F.max_pool{n}d({x}, 2, return_indices=True)", 2)
     if d.chance(0.5):
-        d.let(f"F.max_unpool{n}d({values}, {indices}, 2)")
+        d.let(f"F.max_unpool{n}d({values}, {indices}, 2, output_size={x}.shape)")
 
 
 @rule(3)
@@ -526,7 +526,7 @@ def slicing(d: Draft) -> None:
         f"{x}[-1:]", f"{x}[..., -1]",
         f"{x}.narrow(1, 0, {half})", f"{x}.select(1, 0)", f"{x}[:, [0, -1]]",
         f"{x}[:, torch.tensor([0, {size - 1}])]", f"{x}.index_select(1, torch.tensor([0]))",
-        f"{x}[..., :-1]", f"{x}[:, :, 1:-1]", f"{x}.unfold(-1, 2, 1)",
+        f"{x}[..., :-1]", f"{x}[:, :, 1:-1]", f"{x}.unfold(-1, 2, 1).clone()",
         f"torch.take_along_dim({x}, torch.zeros_like({x}, dtype=torch.long), 1)", f"{x}[{x}.shape[0] - 1]",
         f"{x}.gather(1, torch.zeros_like({x}, dtype=torch.long))", f"{x}[:, 1:] - {x}[:, :-1]",
         f"{x}[:, torch.arange({size}) % 2 == 0]",

@@ -140,6 +140,27 @@ def test_random_numbers_may_fall_in_another_order(backend: str) -> None:
     assert sqnr(layers.eval()(x).detach().repeat(1, 2, 1, 1, 1) / 2, mean) > 10
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("layer", "seen", "shape"),
+    [
+        (nn.MaxPool1d(2), lambda y: y[..., ::2], (8, 5, 8)),
+        (nn.Conv3d(8, 3, 2, padding=(2, 2, 3)), lambda y: torch.complex(y, y).conj().imag, (2, 8, 1, 5, 8)),
+    ],
+    ids=["every other", "imaginary"],
+)
+def test_numbers_are_drawn_in_the_order_of_the_run(backend: str, layer: Any, seen: Any, shape: Any) -> None:
+    """``rand_like`` draws in the order of memory, where kernels laid a value out otherwise: refused (seed 9009320)."""
+    model = Call(lambda m, x: seen(m.layer(x)) + 0.5 * torch.rand_like(seen(m.layer(x))), layer=layer).eval()
+    x = torch.randn(shape)
+    graph = lowered(quantized(model, x), x, backend)
+    torch.manual_seed(1)
+    (expected,) = runs(model, [x])
+    torch.manual_seed(1)
+    (result,) = runs(graph, [x])
+    assert sqnr(expected, result) > 25
+
+
 def test_a_decision_is_asserted_before_what_depends_on_it_runs() -> None:
     """Another branch with another shape: torch's own error came first."""
 
