@@ -10,6 +10,7 @@
 
 # %%
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,7 @@ import dbrq
 import digits
 import pictures
 
-out = pictures.folder()
+out = pictures.options().out
 
 # %% [markdown]
 # ## The patient
@@ -62,7 +63,7 @@ print(f"\nthe one to look at: {worst.path}, {worst.local:.1f} dB by itself; it i
 order = [row.path for row in dbrq.report(quantized).rows]
 rows = sorted(compared.rows, key=lambda row: order.index(row.path))
 figure, ax = plt.subplots(figsize=(9, 4))
-places = torch.arange(len(rows))
+places = np.arange(len(rows))
 ax.bar(places - 0.2, [row.local for row in rows], 0.4, color=pictures.INT8, label="local: the op alone")
 ax.bar(places + 0.2, [row.sqnr for row in rows], 0.4, color=pictures.FLOAT, label="as it runs: all errors so far")
 ax.set_xticks(places, [row.path for row in rows], rotation=30, ha="right")
@@ -83,7 +84,7 @@ healthy = ranges["block2.conv2"]
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True)
 for ax, found, title in ((left, healthy, "a healthy layer"), (right, ranges[LAYER], "the layer to look at")):
     low, high = found.seen
-    edges = torch.linspace(low, high, len(found.counts) + 1)
+    edges = np.linspace(low, high, len(found.counts) + 1)
     ax.stairs(found.counts, edges, fill=True, color=pictures.INT8)
     step = (found.high - found.low) / (found.levels - 1)
     ax.set(yscale="log", xlabel="value", title=f"What {found.op} reads: {title}\none level is {step:.3f} wide")
@@ -102,12 +103,7 @@ print(f"with {LAYER} in float: accuracy {accuracy(repaired):.1%}, {coverage:.0%}
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 2.4))
-bars = ax.barh(list(measured), [100 * value for value in measured.values()],
-               color=[pictures.FLOAT, "#9ecae1", pictures.INT8])  # fmt: skip
-ax.bar_label(bars, fmt="%.1f %%", padding=3)
-ax.set(xlabel="accuracy on 450 digits (%)", xlim=(0, 112))
-ax.invert_yaxis()
-ax.grid(axis="y", visible=False)
+pictures.bars(ax, {name: 100 * share for name, share in measured.items()}, "accuracy on 450 digits (%)")
 pictures.save(figure, out / "accuracy.png")
 
 # %% [markdown]

@@ -13,6 +13,7 @@ import functools
 import warnings
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate
@@ -23,7 +24,7 @@ import digits
 import pictures
 from quickstart import milliseconds
 
-out = pictures.folder()
+out = pictures.options().out
 MOST = 3
 
 
@@ -146,13 +147,13 @@ print(tabulate([(number, *row.tolist()) for number, row in enumerate(times)],
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
-for column, name, colour in zip(times.T, models, (pictures.FLOAT, "#9ecae1", pictures.INT8), strict=True):
-    left.plot(column, marker="o", color=colour, label=name)
+for column, (name, colour) in zip(times.T, pictures.colours(models).items(), strict=True):
+    left.plot(column.numpy(), marker="o", color=colour, label=name)
 left.set(xlabel="trips through the block", ylabel="latency of one digit (ms, median)", ylim=(0, None))
 left.set(xticks=range(MOST + 1), title="What thinking costs")
 left.legend()
 for shift, (name, found) in ((-0.2, ("float", trips)), (0.2, ("int8", int8_trips))):
-    places, counts = torch.arange(MOST + 1) + shift, found.bincount(minlength=MOST + 1)
+    places, counts = np.arange(MOST + 1) + shift, found.bincount(minlength=MOST + 1).numpy()
     bars = right.bar(places, counts, 0.4, color=pictures.FLOAT if name == "float" else pictures.INT8, label=name)
     right.bar_label(bars, fontsize=8)
 right.set(xticks=range(MOST + 1), xlabel="trips through the block", ylabel="test digits", title="How often it thinks")
@@ -166,7 +167,7 @@ figure = plt.figure(figsize=(11, 3.4))
 for part, chosen, title in zip(figure.subfigures(2), (order[:10], order[-10:]), ("at once", "last"), strict=True):
     part.suptitle(f"Decided {title}: what int8 says (and what is true, if that is something else)", fontsize=10)
     for ax, number in zip(part.subplots(1, 10), chosen, strict=True):
-        ax.imshow(test_x[number, 0], cmap="gray_r")
+        ax.imshow(test_x[number, 0].numpy(), cmap="gray_r")
         ax.set_title(f"{int8_said[number]}" + (f" ({test_y[number]})" if int8_said[number] != test_y[number] else ""))
         ax.axis("off")
 pictures.save(figure, out / "digits.png")

@@ -19,7 +19,7 @@ import digits
 import pictures
 from quickstart import megabytes, milliseconds
 
-out = pictures.folder()
+out = pictures.options().out
 
 # %% [markdown]
 # ## In the workshop
@@ -90,14 +90,7 @@ latencies = dict(zip(names, milliseconds(models, x), strict=True))
 sizes = {"float": megabytes(model), "int8": (out / "model.pt").stat().st_size / 1e6}
 
 # %%
-blues = [pictures.FLOAT, "#9ecae1", "#4a98c9", "#08519c"]
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3), width_ratios=(1.6, 1))
-left.bar_label(left.barh(list(latencies), list(latencies.values()), color=blues), fmt="%.1f", padding=3)
-left.set(xlabel="latency of 32 digits (ms, median)", title="Time")
-right.bar_label(right.barh(list(sizes), list(sizes.values()), color=[blues[0], blues[2]]), fmt="%.2f", padding=3)
-right.set(xlabel="MB: float weights, and model.pt with its code", title="Size")
-for ax in (left, right):
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.margins(x=0.12)
+pictures.bars(left, latencies, "latency of 32 digits (ms, median)", "%.2f")
+pictures.bars(right, sizes, "MB: float weights; model.pt with its code", "%.2f")
 pictures.save(figure, out / "savings.png")

@@ -18,7 +18,7 @@ import pictures
 from quickstart import megabytes, milliseconds
 from sentences import RETRIEVAL
 
-out = pictures.folder()
+out = pictures.options().out
 
 # %% [markdown]
 # ## Quantize
@@ -28,7 +28,7 @@ out = pictures.folder()
 # %%
 model = minilm.load_model()
 quantized = dbrq.quantize(model, minilm.calibration_batches())
-print(dbrq.report(quantized))
+print(f"{dbrq.report(quantized).coverage:.1%} of multiply-accumulates with weights run in int8.")
 
 # %% [markdown]
 # ## Ask
@@ -58,17 +58,19 @@ print(f"right: {accuracy['float']:.1%} in float, {accuracy['int8']:.1%} in int8"
 # Each point is a question with a passage. Those on the diagonal have the same score in both.
 
 # %%
-figure, (left, middle) = plt.subplots(1, 2, figsize=(10.5, 4.6), width_ratios=(1, 1.25))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.6), width_ratios=(1, 1.25))
 pairs = torch.eye(len(questions), dtype=torch.bool)
 for mask, colour, label in ((~pairs, pictures.FLOAT, "another passage"), (pairs, pictures.INT8, "the right passage")):
-    left.scatter(scores["float"][mask], scores["int8"][mask], s=9, color=colour, label=label, alpha=0.6, linewidths=0)
+    before, after = (score[mask].numpy() for score in scores.values())
+    left.scatter(before, after, s=9, color=colour, label=label, alpha=0.6, linewidths=0)
 left.axline((0, 0), slope=1, color=pictures.DARK, linewidth=0.8)
-left.set(xlabel="score in float (cosine)", ylabel="score in int8 (cosine)", title="2304 scores", aspect="equal")
+left.set(xlabel="score in float (cosine)", ylabel="score in int8 (cosine)", aspect="equal")
+left.set_title(f"{len(pairs) ** 2} scores")
 left.legend(loc="upper left")
-image = middle.imshow(scores["int8"] - scores["float"], cmap="RdBu", vmin=-0.05, vmax=0.05)
-middle.set(xlabel="passage", ylabel="question", title="What int8 changed")
-middle.grid(visible=False)
-figure.colorbar(image, ax=middle, label="score in int8 - score in float", extend="both")
+image = right.imshow((scores["int8"] - scores["float"]).numpy(), cmap="RdBu", vmin=-0.05, vmax=0.05)
+right.set(xlabel="passage", ylabel="question", title="What int8 changed")
+right.grid(visible=False)
+figure.colorbar(image, ax=right, label="score in int8 - score in float", extend="both")
 pictures.save(figure, out / "scores.png")
 
 # %% [markdown]
@@ -77,25 +79,14 @@ pictures.save(figure, out / "scores.png")
 
 # %%
 batch = minilm.example_inputs()
-models = {
-    "float": model,
-    "converted": quantized,
-    "torchscript": dbrq.lower(quantized, batch),
-    "onednn": dbrq.lower(quantized, batch, backend="onednn"),
-}
+lowered = dbrq.lower(quantized, batch, backend="onednn")
+models = {"float": model, "int8, converted": quantized, "int8, onednn": lowered}
 latencies = dict(zip(models, milliseconds(tuple(models.values()), batch), strict=True))
 sizes = {"float": megabytes(model), "int8": megabytes(quantized)}
 print(tabulate(latencies.items(), headers=["8 sentences", "ms, median"], floatfmt=".1f"))
 
 # %%
-blues = [pictures.FLOAT, "#9ecae1", "#4a98c9", "#08519c"]
-figure, (left, middle) = plt.subplots(1, 2, figsize=(10.5, 3), width_ratios=(1.6, 1))
-left.bar_label(left.barh(list(latencies), list(latencies.values()), color=blues), fmt="%.1f", padding=3)
-left.set(xlabel="latency of 8 sentences (ms, median)", title="Time")
-middle.bar_label(middle.barh(list(sizes), list(sizes.values()), color=[blues[0], blues[3]]), fmt="%.0f", padding=3)
-middle.set(xlabel="size on disk (MB); the embeddings stay in float", title="Size")
-for ax in (left, middle):
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.margins(x=0.12)
+figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3), width_ratios=(1.6, 1))
+pictures.bars(left, latencies, "latency of 8 sentences (ms, median)")
+pictures.bars(right, sizes, "size on disk (MB); the embeddings stay in float", "%.0f")
 pictures.save(figure, out / "savings.png")

@@ -9,7 +9,6 @@
 # the frame rates and the quality (PSNR), and saves two pictures.
 
 # %%
-import os
 import statistics
 import time
 
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 import dbrq
 import pictures
 
-out = pictures.folder()
-STEPS, FRAMES = int(os.environ.get("STEPS", "120")), 60
+options = pictures.options(steps=120, frames=60)
+out, STEPS, FRAMES = options.out, options.steps, options.frames
 HEIGHT, WIDTH = 240, 320
 PHOTOGRAPHS = [torch.tensor(image).permute(2, 0, 1) / 255 for image in load_sample_images().images]  # (3, 427, 640)
 torch.manual_seed(0)
@@ -153,9 +152,9 @@ for axes, number in zip(grid, rows, strict=True):
     for ax, (name, frames) in zip(axes, columns, strict=False):
         error = F.mse_loss(frames[number].clamp(0, 1), frame(number))
         ax.set_title(f"{name}: PSNR {-10 * error.log10():.1f} dB")
-        ax.imshow(frames[number][0].clamp(0, 1).permute(1, 2, 0))
+        ax.imshow(frames[number][0].clamp(0, 1).permute(1, 2, 0).numpy())
     apart = 255 * (cleaned["int8, onednn"][number] - cleaned["float"][number])[0].abs().mean(0)
-    image = axes[3].imshow(apart, cmap="magma", vmin=0, vmax=2)
+    image = axes[3].imshow(apart.numpy(), cmap="magma", vmin=0, vmax=2)
     axes[3].set_title(f"int8 - float: {apart.mean():.2f} of 255")
     figure.colorbar(image, ax=axes[3], label="levels of 255")
 for ax in grid.flat:
@@ -163,15 +162,11 @@ for ax in grid.flat:
 pictures.save(figure, out / "frames.png")
 
 # %%
-colours = dict(zip(models, (pictures.FLOAT, "#9ecae1", "#4a98c9", "#08519c"), strict=True))
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), width_ratios=(2, 1))
-for name, taken in latencies.items():
-    left.plot(taken, color=colours[name], label=name)
+for name, colour in pictures.colours(latencies).items():
+    left.plot(latencies[name], color=colour, label=name)
 left.set(xlabel="frame", ylabel="latency (ms)", ylim=(0, None), title="Latency of each frame, 320 x 240 pixels")
-bars = right.barh(list(rates), list(rates.values()), color=list(colours.values()))
-right.bar_label(bars, fmt="%.0f", padding=3)
-right.invert_yaxis()
-right.grid(axis="y", visible=False)
-right.set(xlabel="frames per second (1 / median latency)", title="Frame rate")
+pictures.bars(right, rates, "frames per second (1 / median latency)", "%.0f")
+right.set_title("Frame rate")
 figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4)
 pictures.save(figure, out / "latency.png")

