@@ -129,7 +129,8 @@ print(f"\ncalibrated on easy digits only, and then given a hard one:\n  {caught[
 # %% [markdown]
 # ## Lower
 # `look` and `think` are straight lines: each becomes kernels, `think` once for each trip, since ranges differ. The
-# decision stays Python. The result is a `Thinker` still.
+# decision stays Python. The result is a `Thinker` still. With layers as small as these the converted model is slower
+# than float, since Python finds the kernel of each op; the parts leave that out.
 
 # %%
 lowered = dbrq.lower(quantized, hardest, backend="onednn")

@@ -8,16 +8,14 @@ Without ``--weights`` the detector has random weights and settled batch norms: i
 what real ones cost, and int8 must find the same. Three things to know: fuse the model before it is quantized, since
 ``predict`` would fuse it afterwards; ``predictor.preprocess`` gives the batches that ``predict`` runs, to calibrate
 on; a YOLO keeps the model of its first ``predict``, so the quantized one gets a YOLO of its own.
-Printed: how close the features that the head reads are to float's (signal to noise, in dB), and the time of a call.
+Printed: the share in int8, how close each op comes to float's (signal to noise, in dB), and the time of a call.
 """
 
 import argparse
 import functools
-import os
-import tempfile
+import statistics
 from collections.abc import Sequence
 
-os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())  # where ultralytics writes settings on import
 import torch
 from sklearn.datasets import load_sample_images
 from tabulate import tabulate
@@ -25,11 +23,9 @@ from torch import Tensor
 from ultralytics import YOLO
 
 import dbrq
-from dbrq.inspection.comparing import sqnr
 from quickstart import milliseconds
 
-# The head without non-maximum suppression, and every box: those of random weights have no confidence.
-SETTINGS = {"nms": False, "conf": 0.0, "device": "cpu", "verbose": False}
+SETTINGS = {"nms": False, "device": "cpu", "verbose": False}  # the head that needs no non-maximum suppression
 
 
 def load(weights: str | None) -> YOLO:
@@ -55,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--weights", help="a file of yolo26, if you have one")
     parser.add_argument("--size", type=int, default=640, help="pixels of the longer side, as the detector sees it")
     options = parser.parse_args(arguments)
-    settings = {**SETTINGS, "imgsz": options.size}
+    # Boxes of random weights have no confidence: all are kept.
+    settings = {**SETTINGS, "imgsz": options.size, "conf": 0.25 if options.weights else 0.0}
     torch.manual_seed(0)
 
     photographs = [image[..., ::-1].copy() for image in load_sample_images().images]  # BGR, as OpenCV reads files
@@ -70,21 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     before, after = milliseconds(
         tuple(functools.partial(one.predict, **settings) for one in (yolo, quantized)), photographs[:1]
     )
-    noise = map(sqnr, read_by_head(yolo, batches[0]), read_by_head(quantized, batches[0]))
+    compared = dbrq.compare(yolo.model, quantized.model, batches[0])
     measured = {
         "coverage": dbrq.report(quantized.model).coverage,
         "boxes": float(len(found[0].boxes)),
-        "least SQNR of features (dB)": min(noise),
+        "worst op by itself (dB)": min(row.local for row in compared.rows if row.local is not None),
+        "median op as it runs (dB)": statistics.median(row.sqnr for row in compared.rows),
         "predict, float (ms)": before,
         "predict, int8 (ms)": after,
     }
     print(tabulate(measured.items(), floatfmt=".3f"))
     return measured
-
-
-def read_by_head(yolo: YOLO, batch: Tensor) -> list[Tensor]:
-    """The feature maps of three sizes from which boxes are computed."""
-    return yolo.model(batch)[1]["one2one"]["feats"]
 
 
 if __name__ == "__main__":

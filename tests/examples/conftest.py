@@ -2,10 +2,13 @@
 
 import copy
 
+import matplotlib
+import matplotlib.pyplot as plt
 import pytest
+from transformers.utils import logging
 
-digits = pytest.importorskip("digits", reason="dbrq[examples] is not installed")
-quickstart = pytest.importorskip("quickstart", reason="dbrq[examples] is not installed")
+import digits
+import quickstart
 
 
 @pytest.fixture(scope="package")
@@ -16,16 +19,11 @@ def trained_digits():
 @pytest.fixture(autouse=True)
 def quick_and_tidy(monkeypatch, trained_digits):
     """The digits are trained once; times are not looked at, so they need not be good."""
-    matplotlib = pytest.importorskip("matplotlib", reason="dbrq[report] is not installed")
-    transformers = pytest.importorskip("transformers", reason="dbrq[examples] is not installed")
     monkeypatch.setattr(quickstart, "SLICE_SECONDS", 0.001)
     monkeypatch.setattr(digits, "load_model", lambda: copy.deepcopy(trained_digits))
-    logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     with matplotlib.rc_context():
         matplotlib.use("agg")
         yield
-    import matplotlib.pyplot as plt
-
     plt.close("all")
     logging.set_verbosity(verbosity)

@@ -67,12 +67,13 @@ def test_ultralytics(tmp_path):
         "measured = with_ultralytics.main(['--size', '320'])\n"
         "assert measured['coverage'] == 1.0, measured\n"
         "assert measured['boxes'] == 300, measured\n"
-        "assert measured['least SQNR of features (dB)'] > 30, measured\n"
+        "assert measured['worst op by itself (dB)'] > 15, measured\n"
+        "assert measured['median op as it runs (dB)'] > 25, measured\n"
     )
     places = os.pathsep.join([str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": places, "YOLO_CONFIG_DIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": places, "YOLO_CONFIG_DIR": str(tmp_path), "YOLO_OFFLINE": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "predict, int8 (ms)" in done.stdout
