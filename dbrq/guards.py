@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from ._torch import FakeTensorMode, dispatch_modes, dual_level, is_wrapped, skip_when_compiling
 from .errors import ERRORS_OF_CODE, ConfigurationError, KernelInputError, QuantizationError
-from .hidden_state import extend, original
+from .hidden_state import extend, map_tensors, original
 from .mappings import Role
 from .pytree import tree_leaves, tree_map
 
@@ -57,7 +57,7 @@ def _apply(module: nn.Module, previous: Callable | None, path: str, fn: Callable
         fn, path, "a converted model",
         "convert or cast the float model instead; lower(..., dtype=torch.bfloat16) narrows what stays float",
     )  # fmt: skip
-    return original(module, previous, "_apply")(fn, recurse)
+    return map_tensors(module, previous, fn, recurse)
 
 
 def _train(module: nn.Module, previous: Callable | None, path: str, mode: bool = True) -> nn.Module:

@@ -49,6 +49,12 @@ def original(module: nn.Module, previous: Callable | None, name: str) -> Callabl
     return previous if previous is not None else functools.partial(getattr(type(module), name), module)
 
 
+def map_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool) -> nn.Module:
+    """``_apply`` as torch calls it: a class's own may take the function alone, as all of torch's did once."""
+    mapped = original(module, previous, "_apply")
+    return mapped(fn) if recurse else mapped(fn, recurse)
+
+
 def _named_modules(
     module: nn.Module,
     previous: Callable | None,
@@ -62,7 +68,7 @@ def _named_modules(
 
 
 def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
-    original(module, previous, "_apply")(fn, recurse)
+    map_tensors(module, previous, fn, recurse)
     if recurse:
         state_of(module)._apply(_keeping_dtypes(fn))
         state_of(module).refresh()

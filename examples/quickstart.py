@@ -28,7 +28,7 @@ import importlib
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def megabytes(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def milliseconds(models: tuple[nn.Module, ...], inputs: Any, slices: int = 8) -> tuple[float, ...]:
-    """The median latency of each model. They take turns, so that a busy moment of the machine hits all of them."""
+def milliseconds(models: tuple[Callable, ...], inputs: Any, slices: int = 8) -> tuple[float, ...]:
+    """The median latency of each model, or function. They take turns, so that a busy moment of the machine hits all."""
     times: list[list[float]] = [[] for _ in models]
     for model in models:
         for _ in range(3):
@@ -65,7 +65,7 @@ def milliseconds(models: tuple[nn.Module, ...], inputs: Any, slices: int = 8) ->
     return tuple(map(statistics.median, times))
 
 
-def run(model: nn.Module, inputs: Any) -> Any:
+def run(model: Callable, inputs: Any) -> Any:
     """Call the model as dbrq does: a mapping holds keyword arguments."""
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 

@@ -49,6 +49,31 @@ def test_apply_reaches_modules_and_states():
     assert len([name for name in seen if name == "Conv2d"]) == 2
 
 
+class MapsItsOwnTensors(nn.Module):
+    """As ultralytics writes it: ``_apply`` takes the function alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.stride = nn.Linear(4, 4), torch.ones(1)
+
+    def _apply(self, fn):
+        super()._apply(fn)
+        self.stride = fn(self.stride)
+        return self
+
+    def forward(self, x):
+        return self.layer(x) * self.stride
+
+
+@phases
+def test_a_class_may_map_tensors_in_its_own_way(phase):
+    x = torch.randn(8, 4)
+    model = in_phase(phase, MapsItsOwnTensors, x)
+    expected = run(model, x)
+    assert model.to("cpu").float() is model
+    assert torch.equal(run(model, x), expected)
+
+
 @phases
 def test_to_and_casts_of_nothing_keep_the_model(phase):
     model = in_phase(phase, net, X)

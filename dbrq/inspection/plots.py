@@ -132,7 +132,9 @@ def _drawn_on(draw: Callable[[Any], None], height: float) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):  # and no pyplot, which would change the user's process
+    with matplotlib.rc_context():  # and no pyplot, which would change the user's process
+        matplotlib.rcdefaults()  # nor the user's style: a page looks the same wherever it is made
+        matplotlib.rcParams.update(_STYLE)
         figure = Figure(figsize=(_WIDE, height), layout="constrained")
         draw(figure)
         text = io.StringIO()

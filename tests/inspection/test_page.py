@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbrq
+from dbrq.inspection import plots
 from tests import ROOT
 from tests.helpers.models import Call
 from tests.helpers.running import convert
@@ -199,6 +200,17 @@ def test_the_users_plots_are_left_alone(models, tmp_path):
 
 
 # Errors
+
+
+def test_the_users_style_stays_out_of_the_page():
+    import matplotlib
+
+    def drawn():
+        return re.sub(r"\bs[0-9a-f]+-\w+", "", plots.bars(["linear"], [1.0], ["#010102"], "time"))  # without ids
+
+    plain = drawn()
+    with matplotlib.rc_context({"axes.grid": True, "font.size": 20, "patch.linewidth": 5, "figure.facecolor": "red"}):
+        assert drawn() == plain
 
 
 def test_what_save_does_not_take(models, tmp_path):
