@@ -7,6 +7,7 @@ fails there first. What functions import here would import torch's compiler.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 import threading
@@ -22,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._weights_only_unpickler import _get_allowed_globals
 from torch.autograd import forward_ad
 from torch.fx.node import _get_qualified_name
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
@@ -31,6 +33,18 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "detect_fake_mode",
     "is_traceable_wrapper_subclass", "pytree",
 ]  # fmt: skip
+
+# Files
+
+#: The class whose methods functions like ``torch.relu`` are, to pickle.
+FUNCTIONS: Any = torch._C._VariableFunctionsClass  # type: ignore[attr-defined]  # not in its stub
+
+
+@functools.cache
+def weights_only_globals() -> dict[str, Any]:
+    """Qualified names -> the classes and functions that torch itself takes from files of strangers."""
+    return {**_get_allowed_globals()}
+
 
 # Modes: what sees the functions and the ops that run
 

@@ -442,3 +442,13 @@ def test_a_compiled_module_keeps_the_module() -> None:
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)
     assert type(compiled).__name__ == "OptimizedModule" and compiled._modules[_torch.COMPILED] is module
+
+
+def test_what_torch_takes_from_files_of_strangers() -> None:
+    known = _torch.weights_only_globals()
+    assert known["torch._utils._rebuild_tensor_v2"] is torch._utils._rebuild_tensor_v2
+    assert known["collections.OrderedDict"] and not {"os.system", "builtins.eval", "builtins.getattr"} & set(known)
+
+
+def test_functions_of_torch_are_pickled_as_methods_of_a_class() -> None:
+    assert torch.relu.__reduce__() == (getattr, (_torch.FUNCTIONS, "relu"))

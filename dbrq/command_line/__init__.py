@@ -28,6 +28,8 @@ _EXAMPLE = (
     "one call's inputs, as torch.save writes them: a tensor, a tuple of arguments, or a dict of keyword arguments"
 )
 
+_ALLOW = "a package or module of yours that a file may name; it is imported (may be given several times)"
+
 
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
@@ -45,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument(name, metavar=name.upper(), nargs="?" if optional else None, help="see below")
         if models:
             one.add_argument("--example", metavar="FILE", help=_EXAMPLE)
+            one.add_argument("--allow", metavar="NAME", action="append", default=[], help=_ALLOW)
         one.add_argument("--json", action="store_true", help="write JSON to stdout; all else goes to stderr")
         one.add_argument("--quiet", action="store_true", help="no progress bars")
         one.add_argument("--traceback", action="store_true", help="of errors, show where they were raised")

@@ -60,7 +60,7 @@ def bench(options: Namespace) -> Result:
         raise UsageError("there is no such backend", expected=" or ".join(known), got=", ".join(unknown))
     if not wanted:
         raise UsageError("no backend is asked for", expected=", ".join(known), got=repr(options.backends))
-    of = subject(options.model, options.example)
+    of = subject(options.model, options.example, options.allow)
     if named and of.stage == "lowered":
         raise UsageError("a lowered model runs on the backend it was lowered to", got=f"--backends {options.backends}")
     threads = torch.get_num_threads()

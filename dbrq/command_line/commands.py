@@ -24,7 +24,7 @@ def doctor(options: Namespace) -> Result:
     if options.model is None:
         found = diagnosing.doctor()
     else:
-        of = subject(options.model, options.example)
+        of = subject(options.model, options.example, options.allow)
         args, kwargs = of.call
         found = diagnosing.doctor(of.model, args, example_kwargs=kwargs)
     return Result(str(found), found.to_dict())
@@ -32,7 +32,7 @@ def doctor(options: Namespace) -> Result:
 
 def report(options: Namespace) -> Result:
     """``dbrq report MODEL``"""
-    of = subject(options.model, options.example)
+    of = subject(options.model, options.example, options.allow)
     found = reporting.report(of.converted(_progress(options)) if of.stage == "float" else of.model)
     if options.html:
         found.save(options.html)
@@ -46,7 +46,7 @@ def report(options: Namespace) -> Result:
 
 def export(options: Namespace) -> Result:
     """``dbrq export MODEL --onnx OUT``"""
-    of = subject(options.model, options.example)
+    of = subject(options.model, options.example, options.allow)
     args, kwargs = of.call
     export_onnx(of.converted(_progress(options)), args, options.onnx, example_kwargs=kwargs)
     size = os.path.getsize(options.onnx)
@@ -55,7 +55,7 @@ def export(options: Namespace) -> Result:
 
 def compare(options: Namespace) -> Result:
     """``dbrq compare A B``"""
-    a, b = subject(options.a, options.example), subject(options.b, options.example)
+    a, b = subject(options.a, options.example, options.allow), subject(options.b, options.example, options.allow)
     args, kwargs = (a if a.has_example or not b.has_example else b).call
     found = comparing.compare(a.model, b.model, args, example_kwargs=kwargs)
     worst = min((row.sqnr for row in found.rows), default=float("inf"))

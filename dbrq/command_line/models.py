@@ -6,7 +6,7 @@ import importlib
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,15 +103,15 @@ class Subject:
         return quantize(self.model, [self.given if self.given is not None else self.call], progress=progress)
 
 
-def subject(spec: str, example: str | None) -> Subject:
+def subject(spec: str, example: str | None, allow: Sequence[str] = ()) -> Subject:
     """The model that ``spec`` means, with the inputs of file ``example`` in place of its own.
 
     Raises:
         UsageError: there is no such file or function, or it returns something else.
-        LoadError: the file is damaged.
+        LoadError: the file is damaged, or names classes of packages that are neither imported nor among ``allow``.
     """
     if os.path.exists(spec):
-        found = Subject(spec, load(spec))
+        found = Subject(spec, load(spec, allow))
     elif ":" in spec:
         found = _called(spec)
     else:

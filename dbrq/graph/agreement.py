@@ -178,8 +178,8 @@ class Reference(fx.Interpreter):
 
     def _nudged(self, node: fx.Node, value: Any) -> Any:
         """A float value with an error such as sums in another order have, and such that of those that are quantized
-        next a few go to the other side of a step. In every second run what is next to zero is zero: integers cancel
-        where floats leave a rest, and ``!= 0`` tells.
+        next a few go to the other side of a step. What is next to zero is below it, zero and above it in turn: integers
+        cancel where floats leave a rest, and ``!= 0``, ``> 0`` or ``%`` tell.
         """
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16) or not value.numel():
             return value
@@ -193,8 +193,9 @@ class Reference(fx.Interpreter):
             error = max(error, min(0.5, max(0.02, 16 * rows / value.numel())) * reader.args[1])
         noise = torch.rand(value.shape, generator=self._nudge).sub_(0.5).mul_(2 * error)
         nudged = torch.where(finite, value + noise, value)
-        if self._nudge is not None and self._nudge.initial_seed() % 2:
-            nudged = torch.where(value.abs() <= rest, 0.0, nudged)
+        if self._nudge is not None:
+            side = self._nudge.initial_seed() % 3 - 1
+            nudged = torch.where(value.abs() <= rest, side * noise.abs(), nudged)
         return value.copy_(nudged)  # what is a view of it comes later
 
     def _is_view(self, node: fx.Node, value: Tensor) -> bool:

@@ -19,18 +19,22 @@ from ..op_facts import Facts
 _KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "layout", "structure")
 
 
-class _Ref:
+class Ref:
     """Stands for a node among arguments. (No tuple or dataclass: ``walk`` would look into it.)"""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-def as_data(graph: fx.Graph) -> list[tuple]:
+_Ref = Ref  # its name in files
+GraphData = list[tuple[str, str, Any, Any, dict[str, Any], dict[str, Any]]]
+
+
+def as_data(graph: fx.Graph) -> GraphData:
     """Nodes as (op, name, target, args, kwargs, meta), with functions by their qualified names."""
 
     def plain(value: Any) -> Any:
-        return walk(lambda leaf: _Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf, value)
+        return walk(lambda leaf: Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf, value)
 
     return [
         (node.op, node.name, node.target if isinstance(node.target, str) else (_name(node.target),),
@@ -39,16 +43,16 @@ def as_data(graph: fx.Graph) -> list[tuple]:
     ]  # fmt: skip
 
 
-def from_data(data: list[tuple]) -> fx.Graph:
+def from_data(data: GraphData) -> fx.Graph:
     """What ``as_data`` was made from."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
     def given(value: Any) -> Any:
-        return walk(lambda leaf: nodes[leaf.name] if isinstance(leaf, _Ref) else leaf, value)
+        return walk(lambda leaf: nodes[leaf.name] if isinstance(leaf, Ref) else leaf, value)
 
     for op, name, target, args, kwargs, meta in data:
-        target = target if isinstance(target, str) else _function(target[0])
+        target = target if isinstance(target, str) else function_named(target[0])
         node = graph.create_node(op, target, given(args), given(kwargs), name=name)
         node.meta = dict(meta)
         if "facts" in meta:
@@ -66,7 +70,7 @@ def _name(function: Any) -> str:
     return qualified_name(function).replace("_operator.", "operator.")
 
 
-def _function(name: str) -> Callable:
+def function_named(name: str) -> Callable:
     """The function of a qualified name."""
     parts = name.split(".")
     if len(parts) == 1:

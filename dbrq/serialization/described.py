@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import unsaved_buffers
+from .._torch import init_flat_weights, unsaved_buffers
 from ..calibration.session import QuantizedModelToken
 from ..eager.recurrent import recurrent_weights
 from ..eager.weights import check_entry, check_weights, hold, stand_in, stand_in_recurrent
@@ -57,6 +57,12 @@ def describe(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def same_class(name: str, cls: type) -> bool:
+    """Whether ``name`` is that of ``cls``; what a script calls ``__main__`` has another name where it is imported."""
+    main = "__main__" in (name.partition(".")[0], cls.__module__)
+    return name == f"{cls.__module__}.{cls.__qualname__}" or (main and name.rpartition(".")[2] == cls.__qualname__)
 
 
 def _check_plain(path: str, module: nn.Module, token: QuantizedModelToken) -> None:
@@ -123,7 +129,7 @@ class Described:
         expected = dict(self._content["modules"])
         for path in {*expected, *modules}:
             got = _class_name(modules[path]) if path in modules else "no such module"
-            if expected.get(path, "no such module") != got:
+            if path not in modules or not same_class(expected.get(path, "no such module"), type(modules[path])):
                 raise LoadError(
                     "the model is not of the structure that was saved", path=path,
                     expected=expected.get(path, "no such module"), got=got,
@@ -141,6 +147,9 @@ class Described:
             state.slots = {key: slot for slot, key in enumerate(content["states"][path]["slots"])}
         self._put_weights(token)
         self._put_tensors(dict(model.named_modules(remove_duplicate=False)))
+        for module in token.modules.values():
+            if isinstance(module, nn.RNNBase):
+                init_flat_weights(module)  # of the tensors that it has now
         for path, state in token.states.items():
             n = len(state.slots)
             for name in ("scale", "zero_point", "quant_min", "quant_max"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import selfcheck
 from ..calibration.surgery import uncompiled
-from ..errors import LoadError, QuantizationError
+from ..errors import ConfigurationError, LoadError, QuantizationError, nearest
 from ..hidden_state import state_of
 from ..inspection.rows import LOWERED_REPORT
 from ..kernels.ranges import SAFE, saturates
@@ -24,7 +24,15 @@ from ..lowering.graph_data import from_data
 from ..lowering.lowered_model import LoweredModel
 from ..lowering.self_test import WIDEST, widest_level
 from ..quiet import quietly
+from ..workflow import restored
+from . import tensor_files
+from .allowed import Allow, Allowed, Refused
+from .described import Described, describe
 from .files import replacing
+from .pretrained_files import FORMAT as PRETRAINED
+from .scripts import check_script
+from .skeleton import read_skeleton, write_skeleton
+from .unpickling import names_in, pickle_for
 
 _FORMAT = "dbrq"
 _VERSION = 2
@@ -32,19 +40,23 @@ _VERSION = 2
 _LABEL = "dbrq.json"
 
 
-def save(model: nn.Module, path: str | os.PathLike) -> None:
+def save(model: nn.Module, path: str | os.PathLike, format: str | None = None) -> None:
     """Write a converted or lowered model to ``path``.
 
-    A converted model is saved with its class by reference. A model lowered to torchscript is saved as
+    A converted model is saved with its classes by name. A model lowered to torchscript is saved as
     ``torch.jit.save`` does it, so ``torch.jit.load`` reads the file too, in processes without dbrq. One lowered to
     onednn keeps graph and weights; plans are made again for the shapes that come.
 
     Args:
         model: what ``convert`` or ``lower`` returned.
         path: of the file; one that is there is replaced, once the new one is whole.
+        format: ``"safetensors"`` for a file of safetensors, which holds tensors and JSON and no pickle, and is for
+            converted models (needs ``dbrq[safetensors]``); ``"torch"`` for an archive of torch. None: by the suffix of
+            the path, else ``"torch"``.
 
     Raises:
-        QuantizationError: the model is neither, or cannot be written there.
+        QuantizationError: the model is neither, or cannot be written there, or not in that format; the error says what
+            of it.
 
     >>> import dbrq, tempfile
     >>> quantized = dbrq.quantize(nn.Linear(4, 3), [torch.randn(8, 4)])
@@ -55,7 +67,12 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     True
     """
     model = uncompiled(model)
-    writer = _writer(model)
+    if format is None:
+        format = "safetensors" if str(path).endswith(".safetensors") else "torch"
+    if format not in ("torch", "safetensors"):
+        raise ConfigurationError("save knows no such format", expected="'torch' or 'safetensors'", got=repr(format),
+                                 hint=nearest(str(format), ("torch", "safetensors")))  # fmt: skip
+    writer = _writer(model) if format == "torch" else _tensor_writer(model)
     try:
         with replacing(path) as unfinished:  # a failed save leaves the file that was there
             writer(unfinished)
@@ -70,7 +87,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
 
 def _writer(model: Any) -> Callable[[str], None]:
     """What writes ``model`` to a path."""
-    label = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__}
+    label = _label()
     if not torch.serialization.get_crc32_options():
         raise QuantizationError(
             "torch is set to write no checksums, without which load cannot tell damaged files",
@@ -82,21 +99,55 @@ def _writer(model: Any) -> Callable[[str], None]:
     if isinstance(model, LoweredModel):
         return lambda path: torch.save({**label, "model": model}, path)
     if state is None or state.token.phase != "int8":
-        raise QuantizationError(
-            "save takes converted and lowered models", got=type(model).__name__, hint="call dbrq.convert first"
-        )
+        raise _neither(model)
     return lambda path: torch.save({**label, "model": model}, path)
 
 
-def load(path: str | os.PathLike) -> Any:
-    """Read what ``save`` wrote. Like ``torch.load`` of whole models it runs code of the file: load only what you trust.
+def _label() -> dict[str, Any]:
+    return {"format": _FORMAT, "version": _VERSION, "torch": str(torch.__version__)}
+
+
+def _neither(model: Any) -> QuantizationError:
+    return QuantizationError(
+        "save takes converted and lowered models", got=type(model).__name__, hint="call dbrq.convert first"
+    )
+
+
+def _tensor_writer(model: Any) -> Callable[[str], None]:
+    """What writes ``model`` to a file of safetensors."""
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    if isinstance(model, LoweredModel) or hasattr(model, LOWERED_REPORT):
+        raise QuantizationError(
+            "safetensors holds converted models, and a lowered one is a program", got=type(model).__name__,
+            expected="a converted model", hint="dbrq.save(lowered, path) in the default format; or save the converted "
+            "model, and lower it where it is loaded",
+        )  # fmt: skip
+    if state is None or state.token.phase != "int8":
+        raise _neither(model)
+    content, tensors = describe(model)
+    label = {**_label(), "described": {**content, "skeleton": write_skeleton(model)}}
+    return lambda path: tensor_files.write(path, label, tensors)
+
+
+def load(path: str | os.PathLike, allow: Allowed = ()) -> Any:
+    """Read what ``save`` wrote. No code of the file runs, whoever wrote it, unless you allow it.
+
+    The file names classes: those of torch, of dbrq, of libraries of models, and of modules that the program has
+    imported by now are taken if they are modules of models or hold data; the model's forward runs their code, not the
+    file's. Graphs of lowered models may call tensor functions of torch. For anything else the error says what to allow.
 
     The checksums of the file are compared first, so one that was damaged is never run. A converted model that was made
     with 8 bits is computed with 7 on a CPU whose int8 products saturate, with a warning; it still has 8 where it is
     loaded on another CPU.
 
+    Args:
+        path: of the file.
+        allow: classes and functions that the file may name; packages and modules, by name (``"my_models"``), which are
+            imported for it, and all of which it may name; True where you trust the file as you trust a program.
+
     Raises:
-        LoadError: the file is damaged, or not from ``save``, or of another version, or lowered for another CPU.
+        LoadError: the file is damaged, or not from ``save``, or of another version, or lowered for another CPU, or it
+            names what is neither known nor allowed.
         FileNotFoundError: there is no such file.
 
     >>> import dbrq, tempfile
@@ -109,10 +160,18 @@ def load(path: str | os.PathLike) -> Any:
     name = os.fspath(path)
     if not os.path.exists(name):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    allowed = Allow(allow)
     try:
-        _check_archive(name)
-        model, label = _read(name)
+        if os.path.isfile(name) and tensor_files.is_one(name):
+            model, label = _read_tensor_file(name, allowed)
+        else:
+            _check_archive(name)
+            model, label = _read(name, allowed)
+    except Refused as error:
+        raise allowed.refusal(error.message, names_in(name), name) from error
     except _UNREADABLE as error:
+        if isinstance(error, QuantizationError) and error.hint is not None:
+            raise
         raise LoadError(f"the file cannot be read: {error}", got=name, hint=_SAVE_AGAIN) from error
     if not isinstance(label, dict) or label.get("format") != _FORMAT:
         raise LoadError("the file was not written by dbrq.save", got=name, hint=_hint(label))
@@ -148,7 +207,7 @@ def _check_archive(path: str) -> None:
         raise LoadError(f"it is damaged: the checksum of its record {damaged} is another")
 
 
-def _read(path: str) -> tuple[Any, Any]:
+def _read(path: str, allow: Allow) -> tuple[Any, Any]:
     """The model and its label; a label of another version comes without a model, which might not be readable."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
@@ -156,9 +215,26 @@ def _read(path: str) -> tuple[Any, Any]:
             held = next((name for name in names if name.endswith(f"/extra/{_LABEL}")), None)
             label = None if held is None else json.loads(archive.read(held))
             current = isinstance(label, dict) and label.get("version") == _VERSION
+            if not allow.all:
+                check_script(archive)
             return (quietly(torch.jit.load, path, map_location="cpu") if current else None), label
-    content = torch.load(path, weights_only=False, map_location="cpu")
+    content = torch.load(path, weights_only=False, map_location="cpu", pickle_module=pickle_for(allow))
     return (content.get("model") if isinstance(content, dict) else None), content
+
+
+def _read_tensor_file(path: str, allow: Allow) -> tuple[Any, Any]:
+    content, tensors = tensor_files.read(path)
+    if content.get("format") == PRETRAINED:
+        raise LoadError("the file is the weights of a folder", got=path, hint="dbrq.from_pretrained(folder) reads it")
+    described = content.get("described")
+    if content.get("version") != _VERSION or described is None:
+        return None, content
+    try:
+        return restored(read_skeleton(described["skeleton"], allow, path), Described(described, tensors)), content
+    except (*_UNREADABLE, AssertionError) as error:
+        if isinstance(error, QuantizationError):
+            raise
+        raise LoadError(f"the description of the model is damaged: {error!r}", got=path, hint=_SAVE_AGAIN) from error
 
 
 def _hint(content: Any) -> str:

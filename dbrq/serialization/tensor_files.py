@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import zlib
@@ -78,9 +79,8 @@ def _crc32(tensor: Tensor) -> int:
 
 
 def _safetensors(part: str = "") -> Any:
-    import importlib
-
     try:
+        importlib.import_module("safetensors")
         return importlib.import_module(f"safetensors.{part}".rstrip("."))
     except ImportError as error:
         raise QuantizationError(

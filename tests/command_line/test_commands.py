@@ -289,6 +289,17 @@ def test_as_a_module_and_in_a_pipe(folder):
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+def test_files_name_the_users_classes_where_that_is_allowed(capsys, folder):
+    import user_models
+
+    dbrq.save(dbrq.quantize(user_models.Named(), [{"x": torch.randn(3, 8)}]), "named.pt")
+    del sys.modules["user_models"]
+    code, _, said = called(capsys, "report", "named.pt")
+    assert code == 1 and "user_models.Named" in said
+    code, shown, _ = called(capsys, "report", "named.pt", "--allow", "user_models")
+    assert code == 0 and "what to do next" in shown
+
+
 def test_the_command_is_declared():
     import configparser
 

@@ -333,6 +333,7 @@ def test_deep_random_networks_and_legitimate_flips_do_not_raise(name, backend):
     assert all(row.precision == "int8" for row in dbrq.report(lowered).rows if row.op in ("conv2d", "linear"))
 
 
+@pytest.mark.filterwarnings("ignore:dbrq. values that are rounded otherwise:UserWarning")
 @pytest.mark.parametrize("seed", [2, 4, 8, 11])
 def test_masks_of_sums_that_cancel_in_integers_do_not_raise(seed):
     """Integers cancel to zero where floats leave a rest, and ``bool()`` tells (by the fuzzer, seed 8001202)."""
