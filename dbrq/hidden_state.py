@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .eager.weights import check_weights
+from .tensors import version_of
 
 STATE = "_auto_quant_state"
 
@@ -68,10 +69,20 @@ def _named_modules(
 
 
 def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
-    map_tensors(module, previous, fn, recurse)
+    changed = False
+
+    def noting(tensor: Tensor) -> Tensor:
+        nonlocal changed
+        before = version_of(tensor)
+        result = fn(tensor)
+        changed = changed or result is not tensor or version_of(tensor) != before
+        return result
+
+    map_tensors(module, previous, noting, recurse)
     if recurse:
-        state_of(module)._apply(_keeping_dtypes(fn))
-        state_of(module).refresh()
+        state_of(module)._apply(_keeping_dtypes(noting))
+        if changed:  # else what was packed and lowered stays: much code says ``.to(device)`` or ``.float()`` to be sure
+            state_of(module).refresh()
     return module
 
 

@@ -226,6 +226,19 @@ def test_new_weights_are_never_ignored():
         assert torch.equal(run(lowered, inputs), run(other, inputs))
 
 
+def test_moves_that_change_nothing_keep_the_parts():
+    """``pipeline`` and ``Trainer`` say ``.to(device)`` to any model."""
+    _, converted, runs = quantized("early exit")
+    lowered = dbrq.lower(converted, runs[0])
+    before, results = parts_of(lowered), [run(lowered, inputs) for inputs in runs]
+    lowered.to("cpu").float().eval()
+    assert before and parts_of(lowered) == before
+    assert all(torch.equal(run(lowered, inputs), result) for inputs, result in zip(runs, results, strict=True))
+    lowered._apply(torch.Tensor.clone)
+    assert not parts_of(lowered)
+    assert all(torch.equal(run(lowered, inputs), run(converted, inputs)) for inputs in runs)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_of_the_root_says_where_it_decides(name):
     _, converted, runs = quantized(name)
