@@ -8,10 +8,12 @@ among the modules that the program has imported itself, and in libraries of mode
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import sys
 from collections.abc import Iterable
 from dataclasses import is_dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -25,7 +27,8 @@ from .tensor_functions import is_tensor_function
 Allowed = Iterable[Any] | str | Literal[True]
 
 #: Imported where a file names a class of theirs.
-_LIBRARIES = frozenset({"diffusers", "sentence_transformers", "timm", "torchaudio", "torchvision", "transformers"})
+_LIBRARIES = frozenset({"diffusers", "sentence_transformers", "timm", "tokenizers", "torchaudio", "torchvision",
+                        "transformers"})  # fmt: skip
 
 _OURS = __name__.partition(".")[0]
 
@@ -34,24 +37,31 @@ _MAKERS = frozenset({
     "builtins.bool", "builtins.bytearray", "builtins.complex", "builtins.dict", "builtins.float", "builtins.frozenset",
     "builtins.int", "builtins.list", "builtins.range", "builtins.set", "builtins.slice", "builtins.str",
     "builtins.tuple", "collections.Counter", "collections.OrderedDict", "collections.defaultdict", "collections.deque",
-    "functools.partial", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
+    "datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta", "decimal.Decimal",
+    "fractions.Fraction", "functools.partial", "numpy.dtype", "pathlib.PosixPath", "pathlib.PurePosixPath",
+    "types.SimpleNamespace", "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", f"{_OURS}.mappings.row_named",
     f"{_OURS}.tensors.Int8Weight",
 })  # fmt: skip
-#: What holds values and is not called; ``getattr`` names classes inside of others.
+#: What holds values and is not called.
 _HOLDERS = frozenset({
-    "builtins.Ellipsis", "builtins.NotImplemented", "builtins.getattr", "numpy.ndarray", "types.SimpleNamespace",
+    "builtins.Ellipsis", "builtins.NotImplemented", "numpy.ndarray", "types.SimpleNamespace",
     "torch._C._VariableFunctionsClass",
     "torch.ao.quantization.observer._PartialWrapper", "torch.ao.quantization.qconfig.QConfig",
     "torch.nn.modules.module._WrappedHook", "torch.nn.parameter.Buffer", "torch.torch_version.TorchVersion",
 })  # fmt: skip
 #: Functions that are hooks and methods of converted models.
 _HOOKS = frozenset(f"{_OURS}.{name}" for name in (
-    "calibration.surgery._register", "eager.weights._check_load", "guards._apply", "guards._requires_grad_",
-    "guards._train", "hidden_state._apply", "hidden_state._apply_to_tensors", "hidden_state._extra_repr",
-    "hidden_state._load", "hidden_state._marked", "hidden_state._named_modules", "hidden_state._save",
-    "hidden_state._train", "serialization.pretrained_files._save_pretrained",
+    "calibration.surgery._forward_plainly", "calibration.surgery._register", "eager.weights._check_load",
+    "guards._apply", "guards._requires_grad_", "guards._train", "hidden_state._apply",
+    "hidden_state._apply_to_tensors", "hidden_state._extra_repr", "hidden_state._load", "hidden_state._marked",
+    "hidden_state._named_modules", "hidden_state._save", "hidden_state._train",
+    "serialization.pretrained_files._save_pretrained",
 ))  # fmt: skip
+
+
+#: What bears another name in files that were written before.
+_FORMER = frozenset({f"{_OURS}.lowering.graph_data._Ref"})
 
 
 class Refused(LoadError):
@@ -100,16 +110,50 @@ class Allow:
         return self.all or name in self._objects or any(name.startswith(f"{package}.") for package in self._packages)
 
     def may_call(self, maker: Any, args: tuple) -> bool:
-        """Whether a file may have ``maker(*args)`` called to make a value."""
+        """Whether a file may have ``maker(*args)`` called to make a value.
+
+        Only real classes and functions: an object may say of itself that it has the name of one.
+        """
+        if not isinstance(maker, (type, FunctionType, BuiltinFunctionType)):
+            return self.all
         name = name_of(maker)
         if self.trusts(name):
             return True
         if name == "torch._tensor._rebuild_from_type_v2":  # it calls its first argument
             return isinstance(args[1], type) and issubclass(args[1], torch.Tensor) and self.may_call(args[0], args[2])
+        if maker is functools.partial:
+            return self.may_be_called_later(args[0])
         if name in _MAKERS or any(maker is each for each in weights_only_globals().values()):
             return True
-        return isinstance(maker, type) and (
-            issubclass(maker, enum.Enum) or (issubclass(maker, dict) and is_dataclass(maker))  # outputs of transformers
+        if not isinstance(maker, type):
+            return False
+        if name.startswith("tokenizers."):  # of models of sentence-transformers
+            return True
+        if issubclass(maker, enum.Enum):
+            return len(args) == 1 and bool(maker.__members__)
+        return issubclass(maker, dict) and is_dataclass(maker)  # outputs of transformers
+
+    def may_be_called_later(self, function: Any) -> bool:
+        """Whether a file may bind values of its own to a function: of tensors, a hook of ours, an observer."""
+        if not isinstance(function, (type, FunctionType, BuiltinFunctionType)):
+            return self.all
+        name = name_of(function)
+        if self.trusts(name) or name in _HOOKS:
+            return True
+        if isinstance(function, type):
+            return issubclass(function, nn.Module) and name.startswith(("torch.ao.", f"{_OURS}.calibration.observers."))
+        return is_tensor_function(name, function)
+
+    def may_be_made(self, cls: Any) -> bool:
+        """Whether a file may have an object of a class made without its constructor."""
+        if not isinstance(cls, type) or self.trusts(name_of(cls)) or name_of(cls) in _HOLDERS:
+            return isinstance(cls, type)
+        own: Any = cls.__new__
+        plain = any(own is base.__new__ for base in (object, tuple, int, str, float, dict, list, set, torch.Tensor))
+        return (
+            plain
+            or name_of(cls).startswith((f"{_OURS}.", "tokenizers."))
+            or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
         )
 
     def _in_a_script(self, name: str) -> Any:
@@ -121,12 +165,13 @@ class Allow:
         return None
 
     def _looked_up(self, name: str) -> Any:
-        """What a qualified name leads to from a module that is imported, or may be for it; None if nothing."""
+        """The class or function of that name, in a module that is imported, or may be for it; None if there is none."""
         parts = name.split(".")
-        may_import = self.trusts(name) or parts[0] in {*_LIBRARIES, _OURS, "torch", "numpy"}
+        if any(part.startswith("__") and part != "__main__" for part in parts):
+            return None
         for i in range(len(parts) - 1, 0, -1):
             module = ".".join(parts[:i])
-            if module not in sys.modules and may_import:
+            if module not in sys.modules and (self.trusts(name) or _may_import(module)):
                 try:
                     importlib.import_module(module)
                 except ImportError:
@@ -134,8 +179,9 @@ class Allow:
             if module in sys.modules:
                 found: Any = sys.modules[module]
                 for part in parts[i:]:
-                    found = getattr(found, part, None)
-                return found
+                    found = vars(found).get(part) if isinstance(found, type) else getattr(found, part, None)
+                other = isinstance(found, type) and name_of(found) != name and name not in _FORMER
+                return None if other else found
         return None
 
     def refusal(self, message: str, names: Iterable[str], path: str) -> LoadError:
@@ -161,6 +207,13 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
 
 
+def _may_import(module: str) -> bool:
+    """Whether a module is imported where a file names it: of a library of models, or of torch's and our own classes."""
+    top, *rest = module.split(".")
+    public = not any(part.startswith("_") for part in rest)
+    return (top in _LIBRARIES and public) or top == _OURS or module.startswith(("torch.nn.", "torch.ao."))
+
+
 def name_of(value: Any) -> str:
     """The qualified name of a class or function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__)
@@ -173,12 +226,36 @@ def _is_harmless(name: str, found: Any) -> bool:
         return True
     if not isinstance(found, type):
         return is_tensor_function(name, found)
-    top = name.partition(".")[0]
-    if issubclass(found, nn.Module):
-        return not issubclass(found, torch.jit.ScriptModule)
+    top = name_of(found).partition(".")[0]
     if top == _OURS:
         return not issubclass(found, BaseException)
+    if issubclass(found, torch.jit.ScriptModule):
+        return False
     if top in sys.stdlib_module_names or top in ("torch", "numpy"):
-        return issubclass(found, (enum.Enum, torch.Tensor))
-    # A finalizer would run, and so would what a class says of how it is made again.
-    return not hasattr(found, "__del__") and not {"__setstate__", "__reduce__", "__reduce_ex__"} & set(vars(found))
+        return issubclass(found, (enum.Enum, torch.Tensor, nn.Module))
+    return top in _LIBRARIES or not _acts(found)
+
+
+#: What runs when an object is made of a file, is put into another, or goes.
+_ACTS = frozenset({
+    "__del__", "__eq__", "__hash__", "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__setitem__",
+    "__setstate__", "add", "append", "extend", "update",
+})  # fmt: skip
+
+
+def _acts(cls: type) -> bool:
+    """Whether the user's code of a class, or of a class it is made from, runs while a file is read."""
+    if issubclass(cls, (enum.Enum, tuple)):
+        return False
+    for base in cls.__mro__:
+        top = base.__module__.partition(".")[0]
+        if top in sys.stdlib_module_names or top in {"torch", "numpy", _OURS, *_LIBRARIES}:
+            continue
+        own = _ACTS & set(vars(base))
+        if is_dataclass(base):
+            own -= {"__eq__", "__hash__", "__setattr__"}  # dataclasses writes them
+        if issubclass(base, nn.Module):
+            own -= {"__eq__", "__hash__", "__setattr__", "__setitem__", "add", "append", "extend", "update"}
+        if own:
+            return True
+    return False

@@ -30,7 +30,7 @@ from .allowed import Allow, Allowed, Refused
 from .described import Described, describe
 from .files import replacing
 from .pretrained_files import FORMAT as PRETRAINED
-from .scripts import check_script
+from .scripts import check_script, is_script
 from .skeleton import read_skeleton, write_skeleton
 from .unpickling import names_in, pickle_for
 
@@ -199,7 +199,9 @@ def _check_archive(path: str) -> None:
         raise LoadError("it is a folder")
     if not os.path.getsize(path):
         raise LoadError("it is empty")
-    if not zipfile.is_zipfile(path):
+    with open(path, "rb") as file:
+        is_archive = file.read(4) == b"PK\x03\x04"  # else torch takes it for one of its older formats
+    if not is_archive or not zipfile.is_zipfile(path):
         raise LoadError("it is cut short, or of another kind than dbrq.save writes")
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
@@ -211,7 +213,7 @@ def _read(path: str, allow: Allow) -> tuple[Any, Any]:
     """The model and its label; a label of another version comes without a model, which might not be readable."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        if any("/code/" in name for name in names):
+        if is_script(names):
             held = next((name for name in names if name.endswith(f"/extra/{_LABEL}")), None)
             label = None if held is None else json.loads(archive.read(held))
             current = isinstance(label, dict) and label.get("version") == _VERSION

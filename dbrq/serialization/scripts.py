@@ -7,16 +7,25 @@ import zipfile
 
 from .allowed import Refused
 
-_OPENS_FILES = re.compile(rb"\b(?:torch|aten)\s*\.\s*(?:save|load|from_file)\s*\(")
+#: Names of operators on files wherever they stand, since TorchScript takes names in strings too; escapes in strings.
+_ON_FILES = re.compile(rb"\b(?:from_file|load|load_from_file|read_file|save|write_file)\b|\\(?:[0-7xuUN]|\r?\n)")
+
+
+def is_script(names: list[str]) -> bool:
+    """Whether an archive of these records is read as TorchScript, by torch too."""
+    return any("/code/" in name.lower() or name.lower().endswith("/constants.pkl") for name in names)
 
 
 def check_script(archive: zipfile.ZipFile) -> None:
-    """Raise for TorchScript that calls operators which open files: it may run as soon as it is loaded.
+    """Raise for TorchScript that names operators which open files: it may run as soon as it is loaded.
 
     Raises:
-        Refused: it does.
+        Refused: it does, or two records of the archive have one name to torch, which does not look at case.
     """
-    for name in archive.namelist():
-        found = _OPENS_FILES.search(archive.read(name)) if "/code/" in name and name.endswith(".py") else None
+    names = archive.namelist()
+    if len({name.lower() for name in names}) < len(names):
+        raise Refused("two records of the file have the same name")
+    for name in names:
+        found = _ON_FILES.search(archive.read(name)) if name.lower().endswith(".py") else None
         if found is not None:
-            raise Refused(f"the file's TorchScript calls {found[0].decode().rstrip('( ')}, which opens files")
+            raise Refused(f"the file's TorchScript has {found[0].decode()!r}, which may open files")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..lowering.graph_data import GraphData, Ref, function_named
-from ..pytree import tree_leaves
 
 _BUILTINS = frozenset({
     "abs", "bool", "complex", "divmod", "float", "int", "len", "list", "max", "min", "pow", "range", "round", "slice",
@@ -79,7 +78,7 @@ def problem_of(graph: GraphData, trusted: Callable[[str], bool]) -> str:
         trusted: whether the caller allowed the function of a name.
     """
     for op, _, target, args, kwargs, _ in graph:
-        other = next((leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, _CONSTANTS)), None)
+        other = _object_in([args, kwargs])
         if other is not None:
             return f"holds an object of class {type(other).__name__}"
         if not all(isinstance(key, str) and key.isidentifier() for key in kwargs):
@@ -91,6 +90,24 @@ def problem_of(graph: GraphData, trusted: Callable[[str], bool]) -> str:
         if op not in ("call_function", "call_method") and not _is_path(target):
             return f"names {target!r}"
     return ""
+
+
+def _object_in(value: Any) -> Any:
+    """What is no constant among arguments, keys of dicts included: fx writes them into Python code, too."""
+    if type(value) in (list, tuple, torch.Size):
+        return next((found for item in value if (found := _object_in(item)) is not None), None)
+    if type(value) is dict:
+        return _object_in([*value.keys(), *value.values()])
+    if type(value) is slice:
+        return _object_in([value.start, value.stop, value.step])
+    return None if type(value) in _CONSTANTS else value
+
+
+def copied(value: Any) -> Any:
+    """The lists, tuples and dicts of a graph, made anew."""
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return {key: copied(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _may_be_called(name: str, args: Sequence[Any], trusted: Callable[[str], bool]) -> bool:
