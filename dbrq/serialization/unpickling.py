@@ -86,11 +86,19 @@ class _Unpickler(_InPython):
     def _load_reduce(self) -> None:
         maker, args = self.stack[-2:]
         if maker is _INNER:
-            outer, name = args
-            self.stack[-2:] = [self.allowed.find(f"torch.{name}" if outer is FUNCTIONS else f"{name_of(outer)}.{name}")]
+            self.stack[-2:] = [self._inner(*args)]
             return
         self._check_call(maker, args)
         super().load_reduce()
+
+    def _inner(self, outer: Any, name: str) -> Any:
+        """What is named by where it is: a function of torch, a class inside of another one, a method of a module that
+        its class itself has, such as a hook.
+        """
+        own = vars(type(outer)).get(name)
+        if isinstance(outer, nn.Module) and isinstance(own, FunctionType) and not name.startswith("_"):
+            return MethodType(own, outer)
+        return self.allowed.find(f"torch.{name}" if outer is FUNCTIONS else f"{name_of(outer)}.{name}")
 
     def _load_newobj(self) -> None:
         self._check_made(self.stack[-2])
