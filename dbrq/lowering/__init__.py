@@ -25,6 +25,7 @@ from ..guards import without_autocast
 from ..hidden_state import state_of
 from ..inspection.report import report
 from ..inspection.rows import ReportRow, as_json
+from ..op_facts import is_random
 from ..progress import Stages
 from ..quiet import quiet
 from ..rewriter import Recording, record, where_paths_part
@@ -157,7 +158,10 @@ def _on_torchscript(request: Request) -> nn.Module:
     graph, inputs, stages = request.graph, request.inputs, request.stages
     decisions = graph.meta.get("decisions", ())
     _check_scriptable(graph, inputs)
-    expected, widest = expected_outputs(graph, inputs), widest_level(graph.graph, graph)
+    # The generator is everybody's: to put its state back would repeat what other threads drew meanwhile.
+    keeping = random_state_kept if any(map(is_random, graph.graph.nodes)) else contextlib.nullcontext
+    with keeping():
+        expected, widest = expected_outputs(graph, inputs), widest_level(graph.graph, graph)
     lowering = lower_graph(graph, request.dtype, request.in_torch)
     if request.dtype is torch.bfloat16:
         in_bfloat16(lowering.module, inputs)
@@ -170,12 +174,12 @@ def _on_torchscript(request: Request) -> nn.Module:
     stages.at("running the example")
     written = lowering.writes
     kept = {name: tensor.clone() for name, tensor in scripted.named_buffers()} if written else {}
-    with random_state_kept():
+    with keeping():
         _warm(scripted, inputs)
     for name, tensor in scripted.named_buffers():
         if name in kept:
             tensor.copy_(kept[name])
-    with _without_fusion():
+    with _without_fusion(), keeping():
         test.define(scripted)
     return scripted
 

@@ -76,10 +76,10 @@ def widest_level(graph: fx.Graph, module: nn.Module) -> int:
 
 
 def expected_outputs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """What a Q/DQ graph computes in float: the reference. Its state and torch's generator are left as they are."""
+    """What a Q/DQ graph computes in float: the reference. Its state is left as it is."""
     kept = {name: tensor.clone() for name, tensor in graph.state_dict().items()}
     run = fx.Interpreter(graph)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad():
         outputs = run.run(*copy.deepcopy(tuple(inputs)), enable_io_processing=False)
         outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), outputs)
         for name, tensor in graph.state_dict().items():
@@ -137,7 +137,7 @@ class SelfTest:
             f"    return self.{_PREFIX}_is_exact() and self.{_PREFIX}_sqnr() >= self.{_PREFIX}_least\n"
         )
         # Without a plan of its own, which would take as long as that of the model and as much memory.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.jit.optimized_execution(False):
+        with torch.no_grad(), torch.jit.optimized_execution(False):
             once, again = (scripted.self_test_sqnr() for _ in range(2))
         flush_plans(scripted.self_test_sqnr)
         near = min(once, again)
