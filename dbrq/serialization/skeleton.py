@@ -18,7 +18,7 @@ from ..errors import OWN_FOLDER, LoadError, QuantizationError
 from ..hidden_state import STATE
 from ..quantization_state import AutoQuantizationState
 from ..tensors import Int8Weight
-from .allowed import Allow, Refused
+from .allowed import Allow, Refused, name_of
 from .plain import Reader, Writer
 
 #: What ``nn.Module`` itself keeps.
@@ -50,14 +50,14 @@ def write_skeleton(model: nn.Module) -> list[list]:
                 continue
             attributes[name] = _attribute(path, name, value, seen)
         empty = [name for name, child in module._modules.items() if child is None]
-        written.append([path, f"{type(module).__module__}.{type(module).__qualname__}", attributes, empty, None])
+        written.append([path, name_of(type(module)), attributes, empty, None])
     return written
 
 
 def _attribute(path: str, name: str, value: Any, seen: dict[int, list[str]]) -> Any:
     """An attribute as JSON. A list or dict that another attribute is too is written as where that is."""
     if isinstance(value, type) and issubclass(value, nn.Module) and is_named(value):
-        return {"class": f"{value.__module__}.{value.__qualname__}"}
+        return {"class": name_of(value)}
     before = seen.setdefault(id(value), [path, name]) if isinstance(value, (list, dict, set)) else [path, name]
     if before != [path, name]:
         return {"same": before}
@@ -84,7 +84,7 @@ def _check_class(path: str, module: nn.Module) -> None:
     if not is_named(cls):
         raise QuantizationError(
             "the class of a module cannot be referred to by name", path=path,
-            got=f"{cls.__module__}.{cls.__qualname__}", hint="define it at the top level of a module",
+            got=name_of(cls), hint="define it at the top level of a module",
         )  # fmt: skip
     if hooks or (apart and not _is_torch_nn(cls)) or isinstance(module, torch.jit.ScriptModule):
         raise QuantizationError(
@@ -109,11 +109,14 @@ def read_skeleton(written: list[list], allow: Allow, name: str) -> nn.Module:
     Raises:
         LoadError: a class is not allowed, or the description is damaged.
     """
-    classes = {entry[1] for entry in written if entry[4] is None}
     try:
-        found = {each: _class(each, allow) for each in sorted(classes)}
+        return _read(written, allow)
     except Refused as error:
-        raise allow.refusal(error.message, classes, name) from error
+        raise allow.refusal(error.message, {entry[1] for entry in written if entry[4] is None}, name) from error
+
+
+def _read(written: list[list], allow: Allow) -> nn.Module:
+    found = {each: _class(each, allow) for each in sorted({entry[1] for entry in written if entry[4] is None})}
     modules: dict[str, nn.Module] = {}
     for path, cls_name, attributes, empty, before in written:
         if before is None:

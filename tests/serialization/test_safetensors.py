@@ -225,6 +225,15 @@ def test_classes_that_are_not_imported_are_named(tmp_path):
             dbrq.load(tmp_path / "other.safetensors")
 
 
+def test_a_class_in_an_attribute_is_named_too(tmp_path):
+    dbrq.save(quantized(), tmp_path / "file.safetensors")
+    content, tensors = tensor_files.read(tmp_path / "file.safetensors")
+    content["described"]["skeleton"][0][2]["kind"] = {"class": "elsewhere.Net"}
+    tensor_files.write(tmp_path / "other.safetensors", content, tensors)
+    with pytest.raises(dbrq.LoadError, match=r"names elsewhere\.Net"):
+        dbrq.load(tmp_path / "other.safetensors")
+
+
 def test_hooks_are_no_data(tmp_path):
     model = convolutional().eval()
     model[0].register_forward_hook(lambda module, args, output: output)
