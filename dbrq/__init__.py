@@ -33,7 +33,7 @@ from .inspection.comparing import compare, log_values
 from .inspection.doctor import doctor
 from .inspection.profiling import profile
 from .inspection.report import report
-from .lowering import lower
+from .lowering import lower, lowered_form
 from .rewriter import rewrite
 from .selfcheck import set_self_check
 from .serialization.models import load, save
@@ -71,6 +71,7 @@ __all__ = [
     "load_recipe",
     "log_values",
     "lower",
+    "lowered_form",
     "prepare",
     "profile",
     "quantize",

@@ -104,6 +104,11 @@ class ModelToken:
 
     def start(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """Run ``intercepted`` as the outermost module of a call."""
+        state = intercepted.state
+        if state is not None and state.whole is not None and active.log is None:
+            output = state.whole(intercepted, args, kwargs)
+            if output is not NOT_RUN:
+                return output
         if torch.is_autocast_enabled("cpu"):
             with guards.without_autocast():
                 return self.start(intercepted, args, kwargs)

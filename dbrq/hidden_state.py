@@ -45,6 +45,12 @@ def state_of(module: nn.Module) -> Any:
     return module.__dict__.get(STATE)
 
 
+def lowered_of(model: object) -> Any:
+    """What runs in place of a converted model's forward; None if that is the user's."""
+    state = state_of(model) if isinstance(model, nn.Module) else None
+    return None if state is None else state.whole
+
+
 def original(module: nn.Module, previous: Callable | None, name: str) -> Callable:
     """The method that an extension stands before."""
     return previous if previous is not None else functools.partial(getattr(type(module), name), module)
@@ -112,7 +118,8 @@ def _extra_repr(module: nn.Module, previous: Callable | None) -> str:
     """
     own, state = original(module, previous, "extra_repr")(), state_of(module)
     hidden = state.in_short() if state.token.phase == "int8" else f"({STATE}): {state!r}"
-    return "\n".join(filter(None, (own, hidden)))
+    lowered = "" if state.whole is None else f"lowered: {state.whole.words}"
+    return "\n".join(filter(None, (own, hidden, lowered)))
 
 
 def mark(module: nn.Module, words: str) -> None:
@@ -152,6 +159,7 @@ def _load(
     own = f"{prefix}{STATE}."
     values = {key[len(own) :]: state_dict.pop(key) for key in [k for k in state_dict if k.startswith(own)]}
     state = state_of(module)
+    lowered = state.whole
     state.refresh()
     try:
         result = state.load_state_dict(
@@ -160,6 +168,7 @@ def _load(
     except RuntimeError as error:
         errors.append(str(error))
         return
+    state.whole = lowered  # which looks at its tensors before it runs
     state.token.warn_of_saturation()
     missing.extend(own + key for key in result.missing_keys)
     unexpected.extend(own + key for key in result.unexpected_keys)

@@ -41,6 +41,11 @@ class Stages:
         if self._bar is not None:
             self._bar.set_description_str(f"{self.what}: {stage}")
 
+    def say(self, message: str) -> None:
+        """Print a line, if ``verbose``."""
+        if self.verbose:
+            print(message, file=sys.stderr)
+
     def __enter__(self) -> Stages:
         return self
 

@@ -54,6 +54,7 @@ class AutoQuantizationState(nn.Module):
     quant_min: Tensor
     quant_max: Tensor
     parts: dict[int, list[Part]]
+    whole: Any = None
     _hooks: dict[int, Hooks]
     _plans: dict[SeenOp, Hook]
     _any: dict[Place, tuple[list[Hook], int]] | None
@@ -302,7 +303,7 @@ class AutoQuantizationState(nn.Module):
 
     def refresh(self) -> None:
         """Forget what was derived from the qparams, since they may have changed."""
-        self.parts = {}
+        self.parts, self.whole = {}, None
         self.__dict__.update(_nothing_derived())
 
     def __setstate__(self, state: dict) -> None:

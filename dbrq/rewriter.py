@@ -25,6 +25,7 @@ from .graph.agreement import INFORMATIVE, Reference
 from .graph.compile_flag import capturing
 from .graph.converted import Converted, placed
 from .graph.nodes import DEQUANTIZE, QUANTIZE, remove_dead
+from .graph.objects import Boundary, boundary_of
 from .graph.recorder import GraphRecorder
 from .graph.run import GraphRun
 from .graph.signature import Inputs, Inside, RestoringCodeGen, Returned
@@ -78,6 +79,7 @@ class Recording:
         draws: the model draws random numbers.
         others: as ``inputs``, perturbed; None if the model or the graph do not take such inputs.
         reference: the graph, run in float for ``trials``; None if it was not yet.
+        boundary: what the run saw of objects; None if there were to be none.
     """
 
     graph: fx.GraphModule
@@ -88,6 +90,7 @@ class Recording:
     draws: bool = False
     others: tuple | None = None
     reference: Reference | None = None
+    boundary: Boundary | None = None
 
     def trials(self) -> list[Trial]:
         """Calls of the graph to compare what is made of it on."""
@@ -103,14 +106,22 @@ def record(
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
     inside: Inside | None = None,
+    several: bool = False,
 ) -> Recording:
-    """What ``rewrite`` does, with what it learned. ``inside``: it is a module inside of a model."""
+    """What ``rewrite`` does, with what it learned.
+
+    Args:
+        inside: it is a module inside of a model.
+        several: the code may have taken several paths in calibration: the graph asserts what decides.
+    """
     quantized = uncompiled(quantized)
     token = token_of(quantized, "int8", "rewrite")
-    parting = where_paths_part(token.record, quantized.__dict__["forward"].path)
+    parting = None if several else where_paths_part(token.record, quantized.__dict__["forward"].path)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     try:
         recording = _recorded(quantized, args, kwargs, inside)
+        if recording.boundary is not None:  # of several attempts to record, what this one saw
+            boundary_of(quantized).__dict__.update(recording.boundary.__dict__)
         if parting is None and selfcheck.enabled():
             recording = _agreeing(recording, Converted(quantized, inside), args, kwargs)
     except SeveralPathsError:  # it knows the very line that decides
@@ -420,7 +431,9 @@ def _record(
     graph = fx.GraphModule(recorder.root, recorder.graph, class_name=type(quantized).__name__)
     graph.meta["decisions"] = tuple(recorder.decisions)
     given = frozenset(name for name, _, _, is_given, _ in inputs.placeholders if is_given)
-    return Recording(graph.eval(), inputs.example, given, recorder.value_decisions, tags, drawing.drew)
+    seen = boundary_of(model)
+    return Recording(graph.eval(), inputs.example, given, recorder.value_decisions, tags, drawing.drew,
+                     boundary=None if seen is None else seen.copy())  # fmt: skip
 
 
 def _name_leaves(model: nn.Module, recorder: GraphRecorder) -> None:

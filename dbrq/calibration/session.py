@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..auto_trace import InterceptedForward, ModelToken, active
 from ..eager.interfaces import Hook
 from ..eager.weights import trained_qparams
 from ..errors import ConfigurationError, NotCalibratedError, QuantizationError
 from ..guards import check_ready
-from ..hidden_state import mark, state_of
+from ..hidden_state import lowered_of, mark, state_of
 from ..kernels import QParams
 from ..kernels.ranges import WANTED, is_narrow, makes_sense, saturates
 from ..quantization_state import AutoQuantizationState
@@ -326,14 +326,16 @@ def mark_int8(token: QuantizedModelToken) -> None:
             mark(token.modules[path], how if len(int8) == len(its) else f"{how}, float at times")
 
 
-def working_copy(quantized: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
+def working_copy(quantized: nn.Module, shared: Iterable[Any]) -> nn.Module:
     """A copy of a converted model for a run that may leave traces in it.
 
     Args:
-        shared: tensors that both hold; so they do what nothing writes to.
+        shared: tensors and other objects that both hold; so they do what nothing writes to.
     """
     token: QuantizedModelToken = quantized.__dict__["forward"].token
-    model = copied(quantized, [*shared, token.record, *(state.calls for state in token.states.values())])
+    lowered = lowered_of(quantized)
+    model = copied(quantized, [*shared, token.record, lowered, *(state.calls for state in token.states.values())])
+    state_of(model).whole = None  # it is the user's code that is to run
     model.__dict__["forward"].token.take_packed(token)
     return model
 

@@ -17,7 +17,7 @@ from ..calibration.data import Calls
 from ..calibration.surgery import uncompiled
 from ..errors import ERRORS_OF_CODE, ConfigurationError
 from ..hidden_state import state_of
-from ..inspection.rows import LOWERED_REPORT
+from ..inspection.rows import lowered_report
 from ..pytree import call_arguments
 from ..serialization.models import load
 from ..workflow import quantize
@@ -78,7 +78,7 @@ class Subject:
     @property
     def stage(self) -> str:
         """ "float", "prepared", "converted" or "lowered"."""
-        if isinstance(getattr(self.model, LOWERED_REPORT, None), str):
+        if lowered_report(self.model) is not None:
             return "lowered"
         state = state_of(uncompiled(self.model))
         return "float" if state is None else "prepared" if state.token.phase == "observe" else "converted"

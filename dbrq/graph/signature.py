@@ -25,6 +25,11 @@ from .recorder import GraphRecorder
 from .structure import ASSERTS, check_same, contents, words_of
 from .symbols import Traced, traced
 
+
+class ObjectError(RewriteError):
+    """A model takes, gives or changes an object, which plain graphs do not hold."""
+
+
 # Inputs
 
 
@@ -130,7 +135,7 @@ class Inputs:
         """Raise if the run changed a container that it was given: graphs take what is in containers, not these."""
         for name, value in self._values.items():
             if contents(value) != self._contents[name]:
-                raise RewriteError(
+                raise ObjectError(
                     "forward changes a container that it is given, which a graph does not", path="",
                     expected="a container that is only read", got=f"argument {name}, of class {type(value).__name__}",
                     hint="return what forward puts into it for the caller to keep, or keep using the converted model",
@@ -202,7 +207,7 @@ class Inputs:
             recorder.graph.call_function(check_absent, (node, name))
             return None, None
         if _holds_tensors(value, 4):
-            raise RewriteError(
+            raise ObjectError(
                 "an input is an object that a graph cannot take apart", path="",
                 expected="tensors, numbers and containers (lists, tuples, mappings)",
                 got=f"{name}: an object of class {type(value).__name__} that holds tensors",
@@ -352,7 +357,7 @@ class Returned:
             elif leaf is None or isinstance(leaf, (bool, int, float, str)):
                 return leaf
             else:
-                raise RewriteError(
+                raise ObjectError(
                     "the model returns an object that a graph cannot build", path="",
                     expected="tensors, numbers, and containers of them", got=type(leaf).__name__,
                     hint="switch it off (use_cache=False, for one), or return its tensors",

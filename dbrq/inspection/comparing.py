@@ -20,7 +20,7 @@ from ..kernels import quantize
 from ..pytree import call_arguments, copied_inputs, tree_leaves
 from ..record.record import SeenOp
 from ..tensors import Int8Tensor, plain
-from .rows import LOWERED_REPORT
+from .rows import lowered_report
 from .tables import Table
 
 
@@ -181,7 +181,7 @@ def compare(
     True
     """
     for name, model in (("float_model", float_model), ("quantized", quantized)):
-        if isinstance(getattr(model, LOWERED_REPORT, None), str):
+        if lowered_report(model) is not None:
             raise ConfigurationError(
                 "compare looks at the values inside of models, and a lowered one has none to show",
                 expected=f"{name}: a float, prepared or converted model", got=type(model).__name__,

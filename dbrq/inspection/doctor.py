@@ -19,8 +19,9 @@ from .. import selfcheck
 from .._torch import cpp_compiler
 from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ERRORS_OF_CODE, CompilerError, ConfigurationError, OneDNNError, is_bug
-from ..hidden_state import state_of
+from ..hidden_state import lowered_of, state_of
 from ..kernels import has_exact_int8_dot
+from ..lowering.drop_in import lowered_form
 from ..lowering.inductor import InductorModel, check_compiler
 from ..lowering.onednn import OneDNNModel
 from ..lowering.onednn.library import Place, library, search
@@ -28,7 +29,7 @@ from ..pytree import call_arguments, copied_inputs
 from ..workflow import prepare
 from .machine import cpu, read, torch_facts
 from .report import Report, report
-from .rows import LOWERED_REPORT
+from .rows import lowered_report
 from .summary import is_tiny
 
 
@@ -215,9 +216,10 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
             tried = copy.deepcopy(model)
             with torch.no_grad(), random_state_kept():
                 tried(*copied_inputs(args), **copied_inputs(kwargs))
-                if isinstance(tried, OneDNNModel):
-                    facts["in_torch"] = tried.in_torch
-                    facts["reference_kernels"] = _references(tried, args, kwargs)
+                graph = lowered_form(tried)
+                if isinstance(graph, OneDNNModel):
+                    facts["in_torch"] = graph.in_torch
+                    facts["reference_kernels"] = _references(graph, args, kwargs)
     except ERRORS_OF_CODE as error:  # of the user's code, and what says that it cannot be quantized
         if is_bug(error):
             raise
@@ -227,7 +229,9 @@ def _of_model(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 def _stage(model: nn.Module) -> tuple[str, str | None]:
     """Where a model stands: float, prepared, converted or lowered; and the backend of a lowered one."""
-    if isinstance(getattr(model, LOWERED_REPORT, None), str):
+    if (whole := lowered_of(model)) is not None:
+        return "lowered", whole.target.backend
+    if lowered_report(model) is not None:
         kinds = {OneDNNModel: "onednn", InductorModel: "inductor"}
         return "lowered", next((name for kind, name in kinds.items() if isinstance(model, kind)), "torchscript")
     state = state_of(model)

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ConfigurationError
-from ..hidden_state import state_of
+from ..hidden_state import lowered_of, state_of
 from ..lowering.lowered_model import LoweredModel, without_code
 from ..lowering.onednn import OneDNNModel
 from ..pytree import copied_inputs
-from .rows import LOWERED_REPORT
+from .rows import lowered_report
 from .stopwatch import profile_converted
 from .timing import Profile, profile_of
 
@@ -47,7 +47,7 @@ def profile(model: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) ->
     True
     """
     model = uncompiled(model)
-    lowered = isinstance(getattr(model, LOWERED_REPORT, None), str)
+    lowered = lowered_report(model) is not None
     state = state_of(model) if isinstance(model, nn.Module) else None
     if not lowered and (state is None or state.token.phase != "int8"):
         raise ConfigurationError(
@@ -60,8 +60,10 @@ def profile(model: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) ->
         if not lowered:
             return profile_converted(model, inputs, kwargs, repeats)
         with _state_kept(model):
-            if isinstance(model, OneDNNModel):
-                return profile_of(model.timed(inputs, kwargs, repeats))
+            runs = lowered_of(model)
+            graph, inputs, kwargs = (model, inputs, kwargs) if runs is None else runs.graph_of(model, inputs, kwargs)
+            if isinstance(graph, OneDNNModel):
+                return profile_of(graph.timed(inputs, kwargs, repeats))
             return profile_of(_torch_times(model, inputs, kwargs, repeats))
 
 

@@ -24,7 +24,7 @@ from ..mappings import LEAVES, Role
 from ..record.record import Record, SeenOp, TensorInfo
 from .comparing import Comparison
 from .page import Contents, write
-from .rows import LOWERED_REPORT, ChosenRange, Facts, PathRow, ReportRow, from_json
+from .rows import ChosenRange, Facts, PathRow, ReportRow, from_json, lowered_report
 from .summary import headline, mmacs, reason_of, runs_int8, screen
 from .tables import Table
 from .timing import Profile
@@ -144,7 +144,7 @@ def report(model: nn.Module, *, profile: Profile | None = None) -> Report:
     1       softmax  float ...
     """
     model = uncompiled(model)
-    if isinstance(held := getattr(model, LOWERED_REPORT, None), str):
+    if (held := lowered_report(model)) is not None:
         rows, facts = from_json(held)
         return Report(rows, facts=facts, profile=profile)
     state = state_of(model) if isinstance(model, nn.Module) else None

@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..hidden_state import lowered_of
+
 #: Attribute of a lowered model that holds its report.
 LOWERED_REPORT = "dbrq_report"
+
+
+def lowered_report(model: object) -> str | None:
+    """The report that a lowered model holds, as JSON; None of others."""
+    held = getattr(lowered_of(model) or model, LOWERED_REPORT, None)
+    return held if isinstance(held, str) else None
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,29 @@ class LoweredModel(Held):
             if isinstance(module, Held):
                 module.__dict__["_fixed"] = frozenset(names - state)
 
+    def share_state(self, model: nn.Module) -> set[tuple[int, str]]:
+        """Have a model hold the tensors that calls write to, under their own names; returns where they are: (id of what
+        holds them, name).
+        """
+        found = set()
+        self._assignable = []
+        for path in sorted(self._written):
+            owner: Any = model
+            *way, name = path.split(".")
+            for step in way:
+                owner = owner._modules.get(step) if isinstance(owner, nn.Module) else None
+            held = operator.attrgetter(path)(without_code(self))
+            places = (owner._parameters, owner._buffers, owner.__dict__) if isinstance(owner, nn.Module) else ()
+            for tensors in places:
+                if isinstance(now := tensors.get(name), Tensor):
+                    if now is not held and (now.shape, now.dtype) == (held.shape, held.dtype):
+                        with torch.no_grad():
+                            held.copy_(now)
+                    tensors[name] = held
+                    self._assignable.append((tensors, name, held))
+                    found.add((id(tensors), name))
+        return found
+
     def _take_assigned(self) -> None:
         """Copy what was assigned to the state (``model.h = zeros``) to where calls read and write it.
 
@@ -180,12 +203,19 @@ class LoweredModel(Held):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self._signature.parameters):
-            bound = self._signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
+            args = self._placed(args, kwargs)
         result = self.called(args)
         result = result if self._returned is None else self._returned(result)
         return without_gradient("", result, args) if torch.is_grad_enabled() else result
+
+    def _placed(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+    def bound(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[Any]:
+        """What a call gives the graph."""
+        return self._fitted(self._placed(args, kwargs))
 
     def _fitted(self, args: Sequence[Any]) -> Sequence[Any]:
         """All of the graph's inputs, their containers as the example had them."""

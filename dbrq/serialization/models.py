@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from .. import selfcheck
 from ..calibration.surgery import uncompiled
 from ..errors import ConfigurationError, LoadError, QuantizationError, nearest
-from ..hidden_state import state_of
-from ..inspection.rows import LOWERED_REPORT
+from ..hidden_state import lowered_of, state_of
+from ..inspection.rows import LOWERED_REPORT, lowered_report
 from ..kernels.ranges import SAFE, saturates
+from ..lowering.drop_in import lowered_form
 from ..lowering.graph_data import from_data
 from ..lowering.lowered_model import LoweredModel
 from ..lowering.self_test import WIDEST, widest_level
@@ -98,9 +100,19 @@ def _writer(model: Any) -> Callable[[str], None]:
     state = state_of(model) if isinstance(model, nn.Module) else None
     if isinstance(model, LoweredModel):
         return lambda path: torch.save({**label, "model": model}, path)
+    if state is not None and (graph := lowered_form(model)) is not None:
+        return lambda path: _save_lowered(model, graph, label, path)
     if state is None or state.token.phase != "int8":
         raise _neither(model)
     return lambda path: torch.save({**label, "model": model}, path)
+
+
+def _save_lowered(model: nn.Module, graph: nn.Module, label: dict[str, Any], path: str) -> None:
+    """A lowered model; its graph alone, if its class cannot be pickled."""
+    try:
+        torch.save({**label, "model": model}, path)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        torch.save({**label, "model": graph}, path)
 
 
 def _label() -> dict[str, Any]:
@@ -116,7 +128,7 @@ def _neither(model: Any) -> QuantizationError:
 def _tensor_writer(model: Any) -> Callable[[str], None]:
     """What writes ``model`` to a file of safetensors."""
     state = state_of(model) if isinstance(model, nn.Module) else None
-    if isinstance(model, LoweredModel) or hasattr(model, LOWERED_REPORT):
+    if lowered_report(model) is not None:
         raise QuantizationError(
             "safetensors holds converted models, and a lowered one is a program", got=type(model).__name__,
             expected="a converted model", hint="dbrq.save(lowered, path) in the default format; or save the converted "
@@ -220,8 +232,36 @@ def _read(path: str, allow: Allow) -> tuple[Any, Any]:
             if not allow.all:
                 check_script(archive)
             return (quietly(torch.jit.load, path, map_location="cpu") if current else None), label
-    content = torch.load(path, weights_only=False, map_location="cpu", pickle_module=pickle_for(allow))
+
+    def read(**how: Any) -> Any:
+        return torch.load(path, weights_only=False, map_location="cpu", pickle_module=pickle_for(allow, **how))
+
+    try:
+        content = read()
+    except Refused as refused:
+        content = _graph_alone(lambda: read(without_classes=True), refused)
     return (content.get("model") if isinstance(content, dict) else None), content
+
+
+def _graph_alone(read: Callable[[], Any], refused: Refused) -> dict[str, Any]:
+    """A lowered model whose class may not be named here: its graph, which runs without.
+
+    Raises:
+        Refused: it is no lowered model, or it names more than its class.
+    """
+    try:
+        content = read()
+        graph = lowered_form(content["model"])
+    except (Refused, *_UNREADABLE):
+        raise refused from None
+    if graph is None:
+        raise refused
+    warnings.warn(
+        f"dbrq: {refused.message}, which is not known here: the lowered graph is loaded without the class of its "
+        "model, and has none of its methods. Import the class first, or allow it (dbrq.load(path, allow=...))",
+        stacklevel=4,
+    )
+    return {**content, "model": graph}
 
 
 def _read_tensor_file(path: str, allow: Allow) -> tuple[Any, Any]:
@@ -278,6 +318,6 @@ def _fit_cpu(model: nn.Module, path: str) -> None:
 
 def _widest(model: nn.Module) -> int:
     """The largest integer that a lowered graph quantizes an activation to; 0 for other models."""
-    if isinstance(model, LoweredModel):
-        return widest_level(from_data(model._data), model)
-    return int(getattr(model, WIDEST, 0))
+    whole = lowered_of(model)
+    graphs = [model] if isinstance(model, LoweredModel) else [] if whole is None else whole.models
+    return max([int(getattr(model, WIDEST, 0)), *(widest_level(from_data(graph._data), graph) for graph in graphs)])

@@ -25,9 +25,20 @@ from .scripts import check_script, is_script
 from .tensor_functions import copied, problem_of
 
 
-def pickle_for(allow: Allow) -> Any:
-    """What ``torch.load`` takes for ``pickle``: goes by ``allow``."""
-    reader = type("Unpickler", (_Unpickler,), {"allowed": allow})
+class Absent(nn.Module):
+    """Stands for a class that is not known here, in a model whose graph runs without it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def pickle_for(allow: Allow, without_classes: bool = False) -> Any:
+    """What ``torch.load`` takes for ``pickle``: goes by ``allow``.
+
+    Args:
+        without_classes: ``Absent`` stands for what may not be named.
+    """
+    reader = type("Unpickler", (_Unpickler,), {"allowed": allow, "without_classes": without_classes})
     return SimpleNamespace(
         __name__=__name__,
         Unpickler=reader,
@@ -66,11 +77,19 @@ _InPython: Any = pickle._Unpickler
 
 class _Unpickler(_InPython):
     allowed: ClassVar[Allow]
+    without_classes: ClassVar[bool]
     dispatch: ClassVar[dict[int, Callable]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         full = _as_now(f"{module}.{name}")
-        return _INNER if full == "builtins.getattr" else self.allowed.find(full)
+        if full == "builtins.getattr":
+            return _INNER
+        try:
+            return self.allowed.find(full)
+        except Refused:
+            if self.without_classes:
+                return Absent
+            raise
 
     def get_extension(self, code: int) -> Any:
         raise Refused("the file names an entry of copyreg's registry")
@@ -80,7 +99,7 @@ class _Unpickler(_InPython):
         super()._instantiate(cls, args)
 
     def _check_call(self, maker: Any, args: tuple) -> None:
-        if not self.allowed.may_call(maker, args):
+        if maker is not Absent and not self.allowed.may_call(maker, args):
             raise Refused(f"the file calls {name_of(maker)}")
 
     def _load_reduce(self) -> None:

@@ -49,7 +49,7 @@ def steps(model: Any) -> list[str]:
     """What the newest plans execute, in words."""
     return [
         step.words if isinstance(step, PrimitiveStep) else f"torch:{step.described()[2]}"
-        for runner in model.plans
+        for runner in dbrq.lowered_form(model).plans
         for step in runner.plan.steps
     ]
 
@@ -111,7 +111,7 @@ def assert_lowers(case: Case, out: str, expected: str | None, in_torch: bool = F
     assert all(map(torch.equal, floats(run(lowered, x)), floats(got))), "a second call gives another result"
     if expected is not None:
         assert computing(lowered) == counted(expected), "\n".join(steps(lowered))
-        assert bool(lowered.in_torch) is in_torch, lowered.in_torch
+        assert bool(dbrq.lowered_form(lowered).in_torch) is in_torch, dbrq.lowered_form(lowered).in_torch
     return lowered
 
 

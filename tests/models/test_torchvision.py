@@ -40,4 +40,4 @@ def test_model_that_people_use(name):
     layers = {
         row.path for row in dbrq.report(quantized).rows if row.op in ("conv2d", "linear") and row.precision == "int8"
     }
-    assert not layers & set(lowered.in_torch), lowered.in_torch
+    assert not layers & set(dbrq.lowered_form(lowered).in_torch), dbrq.lowered_form(lowered).in_torch

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..._torch import assert_
 from ...calibration.surgery import random_state_kept
-from ...errors import DeviationError, OneDNNError
+from ...errors import ERRORS_OF_CODE, DeviationError, OneDNNError, is_bug
 from ...graph.located import at
 from ...graph.nodes import leaves, remove_dead, walk
 from ...op_facts import BY_MEMORY, Memory, called, facts_of
@@ -31,6 +31,7 @@ from .binding import replacements
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
 from .execution import Runner
+from .free_sizes import depending, loop, sizes_seen
 from .library import library
 from .op import scriptable
 from .partitions import Partition
@@ -41,6 +42,8 @@ log = logging.getLogger("dbrq.lowering")
 
 #: Plans that a model keeps; the one that was not used for longest goes first.
 MAX_PLANS = 16
+#: Calls of other sizes that are compared with the first, before sizes are taken for what plans are made for.
+_MOST_SIZES = 8
 
 
 class OneDNNModel(LoweredModel):
@@ -59,6 +62,8 @@ class OneDNNModel(LoweredModel):
         self._plans: OrderedDict[tuple, Runner] = OrderedDict()
         self._unfit: dict[str, str] = {}
         self._replaced: dict[str, tuple[Failure, ...]] = {}
+        self._sizes: dict[fx.Node, Any] | None = None
+        self._sizes_met: set[tuple] = set()
         self.lowering = Lowering(fx.GraphModule(without_code(self), from_data(self._data)), self.dtype)
         mapped(self.lowering)
         self._tensors: dict[str, Any] = {
@@ -81,6 +86,8 @@ class OneDNNModel(LoweredModel):
         self._dynamic = dynamic
         self._parts = segments_of(self.lowering.graph, dynamic)
         self._whole = _alone(self._parts, self.placeholders, self._output)
+        self._segments = sum(isinstance(part, Segment) for part in self._parts)
+        self._loop: Callable | None = None
         self._plans.clear()
 
     def keep_in_torch(self, names: Collection[str]) -> None:
@@ -102,7 +109,47 @@ class OneDNNModel(LoweredModel):
                     return self._on_plain_memory(args)
             return self._planned(args)
 
+    def free_sizes(self, args: Sequence[Any]) -> None:
+        """From now on leave what depends on sizes that differ between calls to torch, if no layer with a weight does.
+
+        Args:
+            args: inputs of a first call, to which others are compared.
+        """
+        if (seen := self._sizes_of(args)) is not None:
+            self._sizes, self._sizes_met = seen, {_sizes_key(args)}
+
+    def meets(self, args: Sequence[Any]) -> None:
+        """A call with these inputs comes, or will come."""
+        key = _sizes_key(args)
+        if self._sizes is None or key in self._sizes_met:
+            return
+        with self._lock:
+            self._sizes_met.add(key)
+            other = self._sizes_of(args)
+            found = None if other is None else depending(self._sizes, other, self.lowering.modules)
+            if found is not None:
+                self._cut(self._dynamic | found)
+                self._sizes = None
+            elif len(self._sizes_met) > _MOST_SIZES:
+                self._sizes = None
+
+    def _sizes_of(self, args: Sequence[Any]) -> dict[fx.Node, Any] | None:
+        """What plans for a call would be made for; None if the call cannot be looked at."""
+        args = copied_inputs(list(args))
+        kept = self._written_tensors()
+        try:
+            with random_state_kept(), torch.no_grad():
+                return sizes_seen(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
+        except ERRORS_OF_CODE as error:
+            if is_bug(error):
+                raise
+            return None  # whoever calls it will see why
+        finally:
+            self._restore(kept)
+
     def _planned(self, args: Sequence[Any]) -> Any:
+        if self._sizes is not None:
+            self.meets(args)
         try:
             return self._run(args)
         except DynamicShapes:
@@ -144,17 +191,12 @@ class OneDNNModel(LoweredModel):
         if self._whole is not None:
             (result,) = self._segment(self._whole, args)
             return result
-        parts = self._parts
-        env: dict[fx.Node, Any] = dict(zip(self.placeholders, args, strict=True))
-        for part in parts:
-            if isinstance(part, Segment):
-                values = [env[n] for n in part.inputs]
-                results = self._segment(part, values)
-                env.update(zip(part.outputs, results, strict=True))
-            else:
-                env[part] = walk(lambda leaf: plainly(leaf) if isinstance(leaf, Tensor) else leaf,
-                                 self._one(part, env))  # fmt: skip
-        return walk(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, self._output.args[0])
+        if self._loop is None:
+            self._loop = loop(
+                self._parts, self.placeholders, self._output,
+                lambda segment: lambda *values: self._segment(segment, values), self._tensors, self._module,
+            )  # fmt: skip
+        return self._loop(*args)
 
     def _segment(self, segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
         flat = _flat(values)
@@ -180,7 +222,7 @@ class OneDNNModel(LoweredModel):
             if runner is None:
                 runner, results = self._traced(segment, values)
                 self._plans[key] = runner
-                while len(self._plans) > max(self.max_plans, 1):
+                while len(self._plans) > max(self.max_plans, 1) * self._segments:
                     self._plans.popitem(last=False)
                 return results
         return runner(_flat(values))
@@ -339,9 +381,7 @@ class OneDNNModel(LoweredModel):
         """For ``profile``: (op, kernel, what it computes, shape, microseconds, multiply-accumulates) of each step."""
         kept = self._written_tensors()
         self(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        env: dict[fx.Node, Any] = dict(zip(self.placeholders, self._plainly(self._fitted(bound.args)), strict=True))
+        env: dict[fx.Node, Any] = dict(zip(self.placeholders, self._plainly(self.bound(args, kwargs)), strict=True))
         rows: list[tuple] = []
         for part in self._parts:
             if not isinstance(part, Segment):
@@ -363,6 +403,10 @@ class OneDNNModel(LoweredModel):
     def extra_repr(self) -> str:
         partitions = sum(isinstance(m, Partition) for m in self.lowering.modules.values())
         return f"{partitions} partitions, {len(self._plans)} plans, oneDNN {'.'.join(map(str, library().version))}"
+
+
+def _sizes_key(args: Sequence[Any]) -> tuple:
+    return tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves(list(args)))
 
 
 def mapped(lowering: Lowering) -> None:

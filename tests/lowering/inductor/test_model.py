@@ -40,17 +40,17 @@ def test_memory_formats_and_strides(small):
 
 def test_a_form_of_free_sizes_serves_all_sizes(small):
     quantized, model = small[0], copy.deepcopy(small[1])
-    assert not model.forms
+    assert not dbrq.lowered_form(model).forms
     for batch, height in ((2, 8), (3, 8), (5, 8), (7, 8), (2, 8), (3, 12), (9, 17), (4, 31)):
         assert_same(model, quantized, torch.randn(batch, 3, height, 8))
-    assert [set(form.free) for form in model.forms] == [set(), {(0, 0)}, {(0, 0), (0, 2)}]
+    assert [set(form.free) for form in dbrq.lowered_form(model).forms] == [set(), {(0, 0)}, {(0, 0), (0, 2)}]
 
 
 def test_one_is_a_size_of_its_own(small):
     quantized, model = small[0], copy.deepcopy(small[1])
     for batch in (2, 1, 3, 4, 1):
         assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
-    assert [set(form.free) for form in model.forms] == [set(), set(), {(0, 0)}]
+    assert [set(form.free) for form in dbrq.lowered_form(model).forms] == [set(), set(), {(0, 0)}]
 
 
 def test_the_oldest_form_goes_first(small):
@@ -58,7 +58,7 @@ def test_the_oldest_form_goes_first(small):
     model.max_forms = 1
     for batch in (2, 3, 2):
         assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
-        assert len(model.forms) == 1
+        assert len(dbrq.lowered_form(model).forms) == 1
 
 
 def test_threads(small):
@@ -158,7 +158,7 @@ def test_models_compile_in_threads_of_their_own():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4 and min(found) > 60 and all(model.calls() for model in models)
+    assert len(found) == 4 and min(found) > 60 and all(dbrq.lowered_form(model).calls() for model in models)
     assert config.save_config() == before and GraphLowering.save_output_code is writes
 
 
@@ -173,7 +173,7 @@ def test_settings_are_left_when_compiling_fails(small, monkeypatch):
     before, model = config.save_config(), copy.deepcopy(small[1])
     with pytest.raises(dbrq.CompilerError, match="on purpose"):
         model(torch.randn(2, 3, 8, 8))
-    assert config.save_config() == before and not model.forms
+    assert config.save_config() == before and not dbrq.lowered_form(model).forms
     monkeypatch.undo()
     assert_same(model, small[0], torch.randn(2, 3, 8, 8))
 
@@ -194,7 +194,7 @@ def test_sizes_that_torch_cannot_leave_free(small, monkeypatch):
     quantized, model = small[0], copy.deepcopy(small[1])
     for batch in (2, 3, 4):
         assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
-    assert [set(form.free) for form in model.forms] == [set()] * 3
+    assert [set(form.free) for form in dbrq.lowered_form(model).forms] == [set()] * 3
     every = True
     with pytest.raises(dbrq.CompilerError, match="on purpose"):
         model(torch.randn(5, 3, 8, 8))
@@ -212,10 +212,13 @@ def test_cpp_wrapper():
     torch.manual_seed(0)
     quantized = dbrq.quantize(Chain(linear(), F.gelu, linear()), [torch.randn(4, 5, 16) for _ in range(3)])
     model = lowered(quantized, torch.randn(4, 5, 16), cpp_wrapper=True)
-    assert model.calls() == {"onednn.qlinear_pointwise": 2} and "aoti_torch" in model.code
+    assert (
+        dbrq.lowered_form(model).calls() == {"onednn.qlinear_pointwise": 2}
+        and "aoti_torch" in dbrq.lowered_form(model).code
+    )
     for shape in ((4, 5, 16), (2, 7, 16), (6, 3, 16)):
         assert_same(model, quantized, torch.randn(shape))
-    assert len(model.forms) == 2 and copy.deepcopy(model).cpp_wrapper
+    assert len(dbrq.lowered_form(model).forms) == 2 and copy.deepcopy(model).cpp_wrapper
 
 
 def test_dynamic_quantization():
@@ -223,7 +226,7 @@ def test_dynamic_quantization():
     x = torch.randn(4, 5, 32)
     quantized = dbrq.quantize(Attention().eval(), [x], QConfigMapping().set_global(default_dynamic_qconfig))
     model = lowered(quantized, x)
-    assert model.calls()["onednn.qlinear_pointwise"] == 6
+    assert dbrq.lowered_form(model).calls()["onednn.qlinear_pointwise"] == 6
     for given in (x, 3 * x, torch.randn(2, 9, 32)):
         assert_same(model, quantized, given, 40)
 

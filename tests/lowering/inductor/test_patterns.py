@@ -48,8 +48,10 @@ def test_pattern(name):
     assert_agrees(pattern, model_of_code, quantized, model, x)
     for times in (2, 3, 5) if pattern.free else ():
         assert_agrees(pattern, model_of_code, quantized, model, grown(x, pattern.free, times))
-    assert fusions(model_of_code.code) == counted(pattern.inductor), model_of_code.code
-    assert len(model_of_code.forms) == (2 if pattern.free else 1)
+    assert fusions(dbrq.lowered_form(model_of_code).code) == counted(pattern.inductor), dbrq.lowered_form(
+        model_of_code
+    ).code
+    assert len(dbrq.lowered_form(model_of_code).forms) == (2 if pattern.free else 1)
 
 
 def assert_agrees(pattern: Case, got: nn.Module, quantized: nn.Module, model: nn.Module, x: Tensor) -> None:

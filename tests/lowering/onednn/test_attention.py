@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dbrq
 from tests.helpers.cases import Case, table
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, assert_lowers, computing, lower, steps
@@ -21,7 +22,9 @@ from tests.helpers.running import convert, run
 def test_matmul(name, case, out):
     lowered = assert_lowers(case, out, None)
     found = computing(lowered)
-    assert found["matmul"] == 1 and not lowered.in_torch and not found["torch:matmul"], "\n".join(steps(lowered))
+    assert found["matmul"] == 1 and not dbrq.lowered_form(lowered).in_torch and not found["torch:matmul"], "\n".join(
+        steps(lowered)
+    )
     assert found["layer"] >= (2 if out == "float" else 3)
 
 

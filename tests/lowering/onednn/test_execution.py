@@ -29,32 +29,36 @@ def plan_count_model() -> tuple[Any, Any]:
 
 def test_plans_are_bounded_and_the_one_not_used_for_longest_goes():
     lowered, graph = plan_count_model()
-    lowered.max_plans = 3
+    dbrq.lowered_form(lowered).max_plans = 3
     xs = {n: torch.randn(n, 16) for n in range(1, 8)}
     for x in xs.values():
         assert_close(run(lowered, x), run(graph, x))
-        assert len(lowered.plans) <= 3
-    first, *_ = kept = lowered.plans
+        assert len(dbrq.lowered_form(lowered).plans) <= 3
+    first, *_ = kept = dbrq.lowered_form(lowered).plans
     run(lowered, xs[5])  # the oldest of the three: now the newest
-    assert lowered.plans[-1] is first and set(lowered.plans) == set(kept)
+    assert dbrq.lowered_form(lowered).plans[-1] is first and set(dbrq.lowered_form(lowered).plans) == set(kept)
     run(lowered, xs[1])
-    assert first in lowered.plans and kept[1] not in lowered.plans and len(lowered.plans) == 3
+    assert (
+        first in dbrq.lowered_form(lowered).plans
+        and kept[1] not in dbrq.lowered_form(lowered).plans
+        and len(dbrq.lowered_form(lowered).plans) == 3
+    )
 
 
 def test_one_plan_for_each_shape():
     lowered, _ = plan_count_model()
     for n in (1, 2, 3, 1, 2, 3):
         run(lowered, torch.randn(n, 16))
-    assert len(lowered.plans) == 3
+    assert len(dbrq.lowered_form(lowered).plans) == 3
 
 
 def test_weights_are_packed_once_for_all_shapes():
     lowered, _ = plan_count_model()
     run(lowered, torch.randn(3, 16))
-    before = lowered._packed.nbytes
+    before = dbrq.lowered_form(lowered)._packed.nbytes
     for n in range(4, 12):
         run(lowered, torch.randn(n, 16))
-    assert lowered._packed.nbytes <= 2 * before
+    assert dbrq.lowered_form(lowered)._packed.nbytes <= 2 * before
 
 
 def test_steps_between_buffers_that_live_at_once_do_not_overlap():
@@ -86,7 +90,7 @@ def test_steps_between_buffers_that_live_at_once_do_not_overlap():
 def test_eight_threads_with_mixed_shapes(make, shape):
     lowered, _, _ = network(name_for(shape))
     model = copy.deepcopy(lowered)
-    model.max_plans = 3  # fewer than shapes: plans come and go meanwhile
+    dbrq.lowered_form(model).max_plans = 3  # fewer than shapes: plans come and go meanwhile
     sizes = [(n, 3, 20 + 4 * n, 24) if len(shape) == 4 else (n, 3 + n, 16) for n in (1, 2, 3, 4)]
     inputs = [torch.randn(size) for size in sizes]
     expected, wrong = [run(lowered, x) for x in inputs], []
@@ -121,7 +125,7 @@ def test_calls_do_not_grow_memory():
 
 def test_new_shapes_do_not_grow_memory():
     lowered, _ = plan_count_model()
-    lowered.max_plans = 2
+    dbrq.lowered_form(lowered).max_plans = 2
     for n in range(1, 60):
         run(lowered, torch.randn(n, 16))
     before = resident()

@@ -29,7 +29,7 @@ def test_embedding_tables_stay_int8(name):
     lowered = lower(quantized, x)
     tables = [t for t in lowered.state_dict().values() if t.numel() == 40 * 16]
     assert tables and all(t.dtype in (torch.uint8, torch.int8) for t in tables)
-    for runner in lowered.plans:
+    for runner in dbrq.lowered_form(lowered).plans:
         assert not any(
             b.tensor is not None and b.tensor.is_floating_point() and b.tensor.numel() == 640
             for step in runner.plan.steps

@@ -254,7 +254,9 @@ POOLS_IN_TORCH = {
 def test_on_integers(name, case, out):
     lowered = assert_lowers(case, out, None)
     found = computing(lowered)
-    why = [reason for part, reason in lowered.in_torch.items() if "cat" not in part]  # cat only moves
+    why = [
+        reason for part, reason in dbrq.lowered_form(lowered).in_torch.items() if "cat" not in part
+    ]  # cat only moves
     assert not why or name in POOLS_IN_TORCH, why
     assert found["layer"] == sum(counted(case.int8)[kernel] for kernel in ("qconv", "qlinear")), steps(lowered)
     if name not in POOLS_IN_TORCH:
@@ -319,7 +321,7 @@ def test_other_qconfigs(name, qconfig):
     case = {**CONVS, **SUMS, **MORE_SUMS, **INTEGERS}[name]
     made_case = dataclasses.replace(case, mapping=QCONFIGS[qconfig])
     lowered = assert_lowers(made_case, "int8", None)
-    assert not lowered.in_torch
+    assert not dbrq.lowered_form(lowered).in_torch
 
 
 @pytest.mark.parametrize("layer", LAYERS)

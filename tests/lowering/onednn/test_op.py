@@ -51,7 +51,7 @@ def test_scripted_calls_of_a_onednn_model_are_neither_merged_nor_dropped():
     x = torch.randn(4, 8)
     lowered = dbrq.lower(dbrq.quantize(Counting().eval(), [x]), x, backend="onednn")
     before, given, random = lowered.h.clone(), x.clone(), torch.get_rng_state()
-    part = lowered.scriptable(x)
+    part = dbrq.lowered_form(lowered).scriptable(x)
     assert torch.equal(before, lowered.h) and torch.equal(x, given) and torch.equal(random, torch.get_rng_state())
     for outer in (CallsTwice, IgnoresResult):
         scripted = torch.jit.script(outer(part).eval())
@@ -72,7 +72,7 @@ def test_scripted_calls_of_a_onednn_model_are_neither_merged_nor_dropped():
 @by_network
 def test_scripted_graphs_call_it(make, shape):
     lowered, _, x = network(name_for(shape))
-    part = lowered.scriptable(x)
+    part = dbrq.lowered_form(lowered).scriptable(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.Sequential(part, nn.Softmax(-1)))
@@ -84,7 +84,7 @@ def test_scripted_graphs_call_it(make, shape):
 def test_scripted_graphs_take_several_outputs():
     model, x = two_layers(CONTAINERS["tuple"]), torch.randn(3, 16)
     lowered = lower(convert(model, x).quantized, x)
-    part = lowered.scriptable(x)
+    part = dbrq.lowered_form(lowered).scriptable(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(part)
@@ -95,7 +95,7 @@ def test_scripted_graphs_take_several_outputs():
 def test_a_scripted_graph_whose_model_is_gone_says_so():
     model, x = two_layers(OUTPUTS["a layer's"]), torch.randn(3, 16)
     lowered = lower(convert(model, x).quantized, x)
-    part = lowered.scriptable(x)
+    part = dbrq.lowered_form(lowered).scriptable(x)
     del lowered
     gc.collect()
     with pytest.raises(RuntimeError, match="dbrq::run: the model is gone"):

@@ -53,7 +53,7 @@ def test_profile_of_models_that_write_leaves_their_state():
 def test_stages_can_be_looked_at():
     lowered, _, x = network("convnet")
     run(lowered, x)
-    stages = lowered.stages()
+    stages = dbrq.lowered_form(lowered).stages()
     assert list(stages) == ["graph", "partitions", "segments", "plan"] and all(stages.values())
     assert "decomposed.quantize_per_tensor" in stages["graph"]
     assert "decomposed.quantize_per_tensor" not in stages["partitions"] and "conv2d" in stages["plan"]

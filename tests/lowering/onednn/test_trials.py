@@ -158,8 +158,8 @@ def test_a_kernel_that_is_wrong_is_replaced_by_the_next(fault, plant, monkeypatc
     assert failure.kernel == f"onednn convolution_forward {name}" and "(2, 16, 9, 9)" in failure.geometry
     assert ("beside its dst" if fault.__name__ == "found" else "results are wrong") in failure.problem
     assert name not in failure.stand_in and "convolution_forward" in failure.stand_in
-    assert failure in [f for found in lowered.replaced.values() for f in found]
-    assert not lowered.in_torch or "torch" in failure.stand_in
+    assert failure in [f for found in dbrq.lowered_form(lowered).replaced.values() for f in found]
+    assert not dbrq.lowered_form(lowered).in_torch or "torch" in failure.stand_in
     graph = dbrq.rewrite(quantized, x)
     for given in (x, x.flip(0)):
         assert (lowered(given) - graph(given)).abs().max() < 0.02 * graph(given).abs().max()
@@ -169,7 +169,9 @@ def test_where_every_kernel_is_wrong_torch_computes(plant):
     quantized, x = layer()
     plant(lambda p: p.kind == "convolution_forward" and p.spec.dst.dtype is not None, spoils)
     lowered = dbrq.lower(quantized, x, backend="onednn")
-    assert len(lowered.in_torch) == 2 and all("no kernel is right" in why for why in lowered.in_torch.values())
+    assert len(dbrq.lowered_form(lowered).in_torch) == 2 and all(
+        "no kernel is right" in why for why in dbrq.lowered_form(lowered).in_torch.values()
+    )
     assert all("torch" in f.stand_in for f in selfcheck.failures())
     torch.testing.assert_close(lowered(x), dbrq.rewrite(quantized, x)(x), atol=1e-5, rtol=1e-5)
 
@@ -183,10 +185,10 @@ def test_the_switch_turns_checks_off_and_on_again(plant):
     name = preferred()
     plant(lambda p: p.kind == "convolution_forward" and p.implementation == name, spoils)
     selfcheck.set_self_check(False)
-    assert not dbrq.lower(quantized, x, backend="onednn").replaced and not selfcheck.failures()
+    assert not dbrq.lowered_form(dbrq.lower(quantized, x, backend="onednn")).replaced and not selfcheck.failures()
     selfcheck.set_self_check(True)
     lowered = dbrq.lower(quantized, x, backend="onednn")
-    assert lowered.replaced and lowered(x).abs().sum() > 0
+    assert dbrq.lowered_form(lowered).replaced and lowered(x).abs().sum() > 0
 
 
 def test_each_primitive_is_tried_once_and_shared(monkeypatch):
@@ -199,8 +201,10 @@ def test_each_primitive_is_tried_once_and_shared(monkeypatch):
     assert count >= 3 and len(set(tried)) == count
     two = dbrq.lower(quantized, x, backend="onednn")
     assert len(tried) == count
-    assert not one.replaced and not selfcheck.failures()
-    primitives = [[s.primitive for s in m.plans[-1].plan.steps if hasattr(s, "primitive")] for m in (one, two)]
+    assert not dbrq.lowered_form(one).replaced and not selfcheck.failures()
+    primitives = [
+        [s.primitive for s in dbrq.lowered_form(m).plans[-1].plan.steps if hasattr(s, "primitive")] for m in (one, two)
+    ]
     assert len(primitives[0]) >= 3 and all(a is b for a, b in zip(*primitives, strict=True))
     binding._shared.clear()
     del one, two, primitives
