@@ -164,7 +164,7 @@ class Together:
             _fill(made, *self.content(shape))
             return made
         if kind == "tuple":
-            items = map(self.value, shape[2])
+            items = [self.value(item) for item in shape[2]]
             return shape[1](*items) if hasattr(shape[1], "_fields") else shape[1](items)
         if kind == "slice":
             return slice(*self.value(shape[1]))

@@ -211,7 +211,8 @@ class Inputs:
                 "an input is an object that a graph cannot take apart", path="",
                 expected="tensors, numbers and containers (lists, tuples, mappings)",
                 got=f"{name}: an object of class {type(value).__name__} that holds tensors",
-                hint="have forward take its tensors as arguments of their own, or leave it out",
+                hint="have forward take its tensors as arguments of their own, or leave it out; models lowered with "
+                'backend="onednn" take objects',
             )  # fmt: skip
         return value, self._settled(node, value, name, False)
 
@@ -360,7 +361,8 @@ class Returned:
                 raise ObjectError(
                     "the model returns an object that a graph cannot build", path="",
                     expected="tensors, numbers, and containers of them", got=type(leaf).__name__,
-                    hint="switch it off (use_cache=False, for one), or return its tensors",
+                    hint="switch it off (use_cache=False, for one), or return its tensors; models lowered with "
+                    'backend="onednn" return objects',
                 )  # fmt: skip
             return _Slot(len(nodes) - 1, isinstance(leaf, Tensor))
 

@@ -124,8 +124,8 @@ def lowered_form(model: nn.Module) -> nn.Module | None:
     """
     if isinstance(model, (LoweredModel, torch.jit.ScriptModule)):
         return model
-    whole = lowered_of(model)
-    return whole.models[0] if whole is not None and len(whole.models) == 1 else None
+    runs = lowered_of(model)
+    return runs.model if isinstance(runs, Straight) else None
 
 
 def with_objects(quantized: nn.Module, args: tuple, kwargs: dict, target: Target, stages: Stages) -> nn.Module:
@@ -331,9 +331,11 @@ class Whole(InPlace):
             if __import__("os").environ.get("DBG"):
                 raise
             self._refused.add(call.shape)
-            why = error.message if isinstance(error, QuantizationError) else f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, QuantizationError):
+                why = ": ".join(filter(None, (error.message, str(error.got or ""))))
             intercepted.token.warn_once(
-                f"graph of {call.shape}", f"dbrq: a call runs as the model was converted, not lowered: {why}"
+                f"not lowered: {why}", f"dbrq: a call runs as the model was converted, not lowered: {why}"
             )
             return False
         return True

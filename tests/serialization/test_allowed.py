@@ -358,8 +358,9 @@ def test_graphs_of_files_call_tensor_functions_only(name):
 def test_a_lowered_file_whose_graph_was_changed(tmp_path):
     model, x = quantized(nn.Sequential(nn.Linear(4, 4)))
     lowered = dbrq.lower(model, x, backend="onednn")
-    dbrq.lowered_form(lowered)._data = [(op, name, ("os.system",) if op == "call_function" else target, args, kwargs, meta)
-                     for op, name, target, args, kwargs, meta in dbrq.lowered_form(lowered)._data]  # fmt: skip
+    graph = dbrq.lowered_form(lowered)
+    graph._data = [(op, name, ("os.system",) if op == "call_function" else target, args, kwargs, meta)
+                     for op, name, target, args, kwargs, meta in graph._data]  # fmt: skip
     file = file_of(lowered, tmp_path / "file.pt")
     with pytest.raises(dbrq.LoadError, match=r"graph calls os\.system"):
         dbrq.load(file)
