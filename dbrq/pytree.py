@@ -6,10 +6,19 @@ container that held nothing to replace is returned as the same object, and other
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+#: The classes of most leaves. Every call of an int8 model walks what ops take and return, so these are told by a look
+#: at their class, before the dearer questions (a Mapping? a dataclass?) are asked.
+_LEAVES = frozenset(
+    {Tensor, nn.Parameter, int, float, bool, complex, str, type(None), slice, type(...), torch.dtype,
+     torch.device, torch.layout, torch.memory_format}
+)  # fmt: skip
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -21,9 +30,11 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     >>> tree_map(lambda leaf: leaf + 1, {"a": [1, (2, 3)]})
     {'a': [2, (3, 4)]}
     """
+    if type(tree) in _LEAVES:
+        return fn(tree)
     if isinstance(tree, (list, tuple)):
-        items = [tree_map(fn, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
+        items = [fn(item) if type(item) in _LEAVES else tree_map(fn, item) for item in tree]
+        if all(map(operator.is_, items, tree)):
             return tree
         if isinstance(tree, list):
             return _replaced(tree, lambda out: out.__setitem__(slice(None), items))
@@ -31,7 +42,7 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
             return type(tree)(*items)
         return tuple(items) if type(tree) is tuple else type(tree)(items)
     if isinstance(tree, Mapping):
-        values = {key: tree_map(fn, value) for key, value in tree.items()}
+        values = {key: fn(value) if type(value) in _LEAVES else tree_map(fn, value) for key, value in tree.items()}
         changed = {key: new for key, new in values.items() if new is not tree[key]}
         if not changed:
             return tree
@@ -74,13 +85,24 @@ def tree_leaves(tree: Any) -> Iterator[Any]:
     [1, 2, 3]
     """
     leaves: list[Any] = []
-
-    def collect(leaf: Any) -> Any:
-        leaves.append(leaf)
-        return leaf
-
-    tree_map(collect, tree)
+    _collect(tree, leaves)
     return iter(leaves)
+
+
+def _collect(tree: Any, leaves: list[Any]) -> None:
+    if type(tree) in _LEAVES:
+        leaves.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _collect(item, leaves)
+    elif isinstance(tree, Mapping):
+        for _, value in tree.items():
+            _collect(value, leaves)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            _collect(getattr(tree, field.name, None), leaves)
+    else:
+        leaves.append(tree)
 
 
 def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
