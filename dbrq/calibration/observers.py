@@ -238,7 +238,10 @@ class _RangeSearch:
         self.quant_min, self.quant_max, self.eps = quant_min, quant_max, eps
         density = counts / edges.diff()
         zero = density.new_zeros(1)
-        self.density_drop = torch.cat([zero, density]) - torch.cat([density, zero])
+        drop = torch.cat([zero, density]) - torch.cat([density, zero])
+        # Where the density goes on as it was, an edge adds nothing: of a few thousand values most bins are empty.
+        (here,) = drop.nonzero(as_tuple=True)
+        self.turns, self.density_drop = edges[here], drop[here]
 
     def run(self, low: float, high: float) -> tuple[float, int]:
         """Scale and zero point for values in ``[low, high]``, which must contain zero."""
@@ -286,12 +289,12 @@ class _RangeSearch:
         """
         scale, zero_point = scale.reshape(-1, 1), zero_point.reshape(-1, 1)
         # Slices for which torch starts no threads: on a busy machine, waiting for them takes longer than the sums.
-        rows = max(1, _SERIAL // len(self.edges))
+        rows = max(1, _SERIAL // max(1, len(self.turns)))
         sums = [self._error_sums(*part) for part in zip(scale.split(rows), zero_point.split(rows), strict=True)]
         return torch.cat(sums) * scale.flatten() ** 3
 
     def _error_sums(self, scale: Tensor, zero_point: Tensor) -> Tensor:
-        position = self.edges / scale
+        position = self.turns / scale
         # Unlike round(), which starts threads from 2048 elements on.
         nearest = (position + _ROUND).sub_(_ROUND).clamp_(self.quant_min - zero_point, self.quant_max - zero_point)
         rest = position.sub_(nearest)
