@@ -13,7 +13,6 @@ from torch.ao.quantization import (
     QConfigMapping,
     default_dynamic_qconfig,
     float_qparams_weight_only_qconfig,
-    get_default_qconfig,
 )
 
 import dbrq
@@ -22,7 +21,7 @@ from dbrq.kernels import SUPPORTED_POST_OPS
 from dbrq.mappings import FUNCTIONS, TABLE, Role
 from tests.helpers.judging import assert_matches, assert_precision, rows, sqnr
 from tests.helpers.models import Between, Call
-from tests.helpers.op_examples import BY_NAME, EVERYTHING, image
+from tests.helpers.op_examples import BY_NAME, DEFAULT, EVERYTHING, image
 from tests.helpers.running import convert, run
 
 
@@ -171,7 +170,7 @@ def test_norm_that_folds_into_nothing_says_why():
 @pytest.mark.parametrize("name", of_role(Role.EMBEDDING))
 def test_embeddings_look_up_int8_rows(name):
     table = nn.Embedding(20, 8) if name == "embedding" else nn.EmbeddingBag(20, 8)
-    mapping = QConfigMapping().set_global(get_default_qconfig("onednn"))
+    mapping = QConfigMapping().set_global(DEFAULT)
     mapping.set_object_type(type(table), float_qparams_weight_only_qconfig)
     model = nn.Sequential(table, nn.Linear(8, 4))
     converted = check_all_int8(model, torch.randint(0, 20, (3, 5)), name, mapping)
@@ -191,7 +190,7 @@ def test_recurrent_layers_run_in_dynamic_int8(name):
 
     model = Call(forward, first=nn.Linear(6, 8), recurrent=cls(8, 8), last=nn.Linear(8, 4))
     x = torch.randn(3, 6) if name.endswith("cell") else torch.randn(5, 3, 6)
-    mapping = QConfigMapping().set_global(get_default_qconfig("onednn")).set_object_type(cls, default_dynamic_qconfig)
+    mapping = QConfigMapping().set_global(DEFAULT).set_object_type(cls, default_dynamic_qconfig)
     converted = convert(model, x, mapping).quantized
     assert_precision(converted, name, "int8", 1)
     assert_precision(converted, "linear", "int8", 2)

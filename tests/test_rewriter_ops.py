@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig, get_default_qconfig
+from torch.ao.quantization import QConfigMapping, float_qparams_weight_only_qconfig
 
 import dbrq
 from dbrq.mappings import DROPOUTS, FUNCTIONS, TABLE, Role
 from dbrq.pytree import tree_leaves
 from tests.helpers.judging import agreement, sqnr, step_of
 from tests.helpers.models import Between
-from tests.helpers.op_examples import ARGUMENTS, BY_NAME, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
+from tests.helpers.op_examples import ARGUMENTS, BY_NAME, DEFAULT, FLAT, MODULES, NEVER_ARRIVES, arguments, readable
 from tests.helpers.running import convert, run
 
 #: As in EVERYTHING of helpers/op_examples.py, tables too.
-MAPPING = QConfigMapping().set_global(get_default_qconfig("onednn"))
+MAPPING = QConfigMapping().set_global(DEFAULT)
 for _cls in (nn.Embedding, nn.EmbeddingBag, F.embedding, F.embedding_bag, torch.embedding):
     MAPPING.set_object_type(_cls, float_qparams_weight_only_qconfig)
 
