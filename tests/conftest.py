@@ -1,10 +1,14 @@
 """What every test relies on: quiet threads, warnings not swallowed, equal random numbers, an importable torchvision."""
 
 import contextlib
+import functools
 import gc
+import inspect
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch starts its threads
 
@@ -14,11 +18,40 @@ import torch
 
 from dbrq import selfcheck
 
-gc.set_threshold(50_000, 20, 20)  # graphs are many small objects: the collector took a seventh of the suite's time
+gc.set_threshold(300_000, 5, 20)  # graphs are many small objects: the collector took a seventh of the suite's time
 # Worker processes share the two cores: threads of both would wait for each other.
 torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # torch gives most warnings once in a process; the filter in setup.cfg must meet them in every test.
 torch.set_warn_always(True)
+
+
+def _remembered(read: Callable) -> Callable:
+    """What ``read`` gives for functions, which never changes: ``torch.jit.script`` reads the source of the same few
+    functions of torch for each module that it compiles, a tenth of what lowering takes.
+    """
+    remembered = functools.lru_cache(maxsize=1024)(read)
+
+    @functools.wraps(read)
+    def reading(subject: Any) -> Any:
+        return remembered(subject) if type(subject) is FunctionType else read(subject)
+
+    return reading
+
+
+inspect.getsourcelines = _remembered(inspect.getsourcelines)
+torch._jit_internal.get_type_hint_captures = _remembered(torch._jit_internal.get_type_hint_captures)
+torch.jit.frontend.parse_def = _remembered(torch.jit.frontend.parse_def)
+
+
+def _without_devices(*modules: Any) -> None:
+    """``torch.manual_seed`` keeps the stack as text for each device that there might be one day, in every call."""
+    for module in modules:
+        if not module.is_available():
+            for holder in (module, getattr(module, "random", module)):
+                holder._lazy_call = lambda *args, **kwargs: None
+
+
+_without_devices(torch.cuda, torch.xpu, torch.mtia)
 
 # torchvision registers fakes for operators of its C++ library, which a build for another torch does not load.
 _TORCHVISION = torch.library.Library("torchvision", "DEF")  # the operators live as long as this
