@@ -46,7 +46,9 @@ REFUSED = {
 }
 _RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 TRIED = [name for name in OPS if name not in NOT_TRIED]
-GROUPS = [TRIED[i : i + TOGETHER] for i in range(0, len(TRIED), TOGETHER)]
+_TAKEN = [name for name in TRIED if name not in REFUSED]
+#: What is refused stands alone: a model that is refused is tried again, member by member.
+GROUPS = [*(_TAKEN[i : i + TOGETHER] for i in range(0, len(_TAKEN), TOGETHER)), *([name] for name in REFUSED)]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfig, QConfigMapping
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -53,7 +54,11 @@ def samples_of(op: OpInfo, most: int | None = None) -> list[SampleInput]:
     if dtype is None:
         return []
     # It looks for the ``TestCase`` that runs it, on the whole stack, and finds none.
-    with warnings.catch_warnings(), patch.object(common_utils, "extract_test_fn", lambda: None):
+    with (
+        warnings.catch_warnings(),
+        patch.object(common_utils, "extract_test_fn", lambda: None),
+        patch.object(core, "extract_test_fn", lambda: None),
+    ):
         warnings.simplefilter("ignore")
         return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most))
 
