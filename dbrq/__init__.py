@@ -10,7 +10,7 @@
 1.0
 """
 
-from .calibration.observers import HistogramObserver, default_qconfig_mapping
+from .calibration.observers import HistogramObserver, default_qconfig_mapping, dynamic_qconfig_mapping
 from .errors import (
     CalibrationError,
     CompilerError,
@@ -63,6 +63,7 @@ __all__ = [
     "convert",
     "default_qconfig_mapping",
     "doctor",
+    "dynamic_qconfig_mapping",
     "export",
     "export_onnx",
     "find_fusions",

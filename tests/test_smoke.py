@@ -75,6 +75,8 @@ def settings(model, quantized, path):
     assert observers
     prepared(X)
     assert sqnr(model(X), dbrq.convert(prepared)(X)) > 20
+    dynamic = dbrq.quantize(model, [X], dbrq.dynamic_qconfig_mapping())
+    assert sqnr(model(X), dynamic(X)) > 25
 
 
 def fusions(model, quantized, path):
@@ -124,7 +126,7 @@ def profiles(model, quantized, path):
 #: What each case is for.
 CASES: dict[Callable, tuple[str, ...]] = {
     steps: ("prepare", "calibrate", "convert"),
-    settings: ("default_qconfig_mapping", "HistogramObserver"),
+    settings: ("default_qconfig_mapping", "dynamic_qconfig_mapping", "HistogramObserver"),
     fusions: ("find_fusions",),
     reports: ("report", "compare", "log_values"),
     checks: ("set_self_check", "doctor"),

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import QConfig, QConfigMapping, default_per_channel_weight_observer
+from torch.ao.quantization import (
+    PlaceholderObserver,
+    QConfig,
+    QConfigMapping,
+    default_per_channel_weight_observer,
+    float_qparams_weight_only_qconfig,
+)
 from torch.ao.quantization.observer import UniformQuantizationObserverBase
 
 from ..errors import CalibrationError, ConfigurationError, NotCalibratedError
@@ -434,4 +440,42 @@ def default_qconfig_mapping(reduce_range: bool | None = None) -> QConfigMapping:
     spellings: tuple[Callable | str, ...] = (*row.functions, *row.methods, *row.operators)
     for matmul in spellings:
         mapping.set_object_type(matmul, None)
+    return mapping
+
+
+def dynamic_qconfig_mapping(
+    *, weight_only: bool = False, embeddings: bool = False, reduce_range: bool | None = None
+) -> QConfigMapping:
+    """The recipe for language models: linear layers with s8 per-channel weights, on activations that are quantized to
+    u8 as they come, each token by its own range.
+
+    Nothing is calibrated: a run shows which path the model takes, and its numbers are forgotten. Few channels of the
+    residual stream of large language models are a hundred times as large as the others, in some tokens, so that a range
+    for all tokens leaves most of them few levels. All linear layers are int8, the last one (``lm_head``) too, and LSTM,
+    GRU and RNN, step by step. Convolutions, which have no dynamic kernel, and products of activations stay float.
+
+    Args:
+        weight_only: activations stay float. That saves the same memory, and is slower: each weight is made float again
+            where it is used.
+        embeddings: tables of embeddings are int8, too, each row with a scale and a zero point.
+        reduce_range: as for ``default_qconfig_mapping``.
+
+    >>> model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32))
+    >>> mapping = dynamic_qconfig_mapping(embeddings=True)
+    >>> from dbrq import prepare, report
+    >>> prepared = prepare(model, torch.zeros(1, 4, dtype=torch.long), mapping)
+    >>> [row.kernel for row in report(prepared).rows]
+    ['int8 rows', 'onednn.qlinear_pointwise (dynamic, by row)']
+    """
+    if reduce_range is None:
+        reduce_range = not has_exact_int8_dot()
+    by_row = PlaceholderObserver.with_args(
+        dtype=torch.quint8, quant_min=0, quant_max=127 if reduce_range else 255, is_dynamic=True,
+        qscheme=torch.per_channel_affine,
+    )  # fmt: skip
+    activation = PlaceholderObserver.with_args(dtype=torch.float32) if weight_only else by_row
+    mapping = QConfigMapping().set_global(QConfig(activation, default_per_channel_weight_observer))
+    if embeddings:
+        for table in (nn.Embedding, nn.EmbeddingBag, F.embedding, F.embedding_bag):
+            mapping.set_object_type(table, float_qparams_weight_only_qconfig)
     return mapping

@@ -15,6 +15,7 @@ from torch.ao.quantization import QConfig, QConfigMapping
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..errors import ConfigurationError, nearest
+from ..kernels.ranges import by_row
 from ..mappings import FUNCTIONS, OpRow
 from ..record.record import Record, SeenOp
 from .exclusion import Exclusion
@@ -49,9 +50,12 @@ def kind(qconfig: QConfig | None) -> tuple[str, str]:
         return "", f"its qconfig asks for {getattr(weight, 'dtype', None)} weights, and kernels take int8"
     dtype = getattr(activation, "dtype", None)
     activation_scheme = getattr(activation, "qscheme", torch.per_tensor_affine)
-    if activation_scheme not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+    dynamic = getattr(activation, "is_dynamic", False)
+    if activation_scheme not in (torch.per_tensor_affine, torch.per_tensor_symmetric) and not (
+        dynamic and by_row(activation)
+    ):
         return "", f"kernels take one scale per activation, and its qconfig asks for {activation_scheme}"
-    if getattr(activation, "is_dynamic", False):
+    if dynamic:
         return ("dynamic", "") if dtype in _INT8 else ("", f"no kernel takes dynamic {dtype} activations")
     if dtype in _INT8 or (dtype is None and hasattr(activation, "calculate_qparams")):
         return "static", ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.ranges import DEEPEST
+from ..kernels.ranges import DEEPEST, by_row
 from ..mappings import Role
 from ..record.record import Record, SeenOp
 from .qconfigs import symmetric_weight
@@ -116,7 +116,9 @@ def kernel_of(op: SeenOp, mode: str, chain: Sequence[SeenOp]) -> str:
     if row.role is Role.COMPUTE:
         base = "onednn.qlinear_pointwise" if row.ndim == 0 else f"onednn.qconv{row.ndim}d_pointwise"
         names = "".join(f" + {step.row.name}" for step in chain)
-        return base + names + (" (dynamic)" if mode == "dynamic" else "")
+        assert op.qconfig is not None
+        rows = ", by row" if by_row(op.qconfig.activation()) else ""
+        return base + names + (f" (dynamic{rows})" if mode == "dynamic" else "")
     if row.role is Role.SHARE:
         return "quantized.max_pool2d" if row.name in ("max_pool1d", "max_pool2d") else "integers"
     return "dequantize, compute, quantize"

@@ -13,7 +13,7 @@ from .. import kernels
 from .._torch import without_function_modes
 from ..errors import QuantizationError
 from ..kernels import NO_POST_OP, RELU, PackedConv, PackedLinear, PostOp, QParams, along, dequantize, ints, quantize
-from ..kernels.ranges import seven_bits
+from ..kernels.ranges import by_row, seven_bits
 from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
@@ -441,12 +441,17 @@ class FusedPlan(Plan):
 
 
 class DynamicLinearPlan(ComputePlan):
-    """linear with activations quantized by their own range at run time, or not at all; the result is float32."""
+    """linear with activations quantized by their own range at run time, or not at all; the result is float32.
+
+    Attributes:
+        by_row: each row of the input (a token) has a range of its own. Of one row, that is the range of all.
+    """
 
     def __init__(self, state: State, op: SeenOp) -> None:
         super().__init__(state, op)
         assert op.qconfig is not None
-        self.reduce_range = seven_bits(op.qconfig.activation())
+        activation = op.qconfig.activation()
+        self.reduce_range, self.by_row = seven_bits(activation), by_row(activation)
 
     def prove(self) -> None:
         if self.op.decision.mode == "weight_only":
@@ -455,7 +460,12 @@ class DynamicLinearPlan(ComputePlan):
         for vid in self.op.slots().get(0, ()):
             shape = self._as_read(self.state.token.record.values[vid].info.shape)
             if shape is not None:
-                self.packed(False).prove(shape, QParams(1.0, top // 2, 0, top), NO_POST_OP, None)
+                middle = 0 if self._has_rows(shape) else top // 2
+                self.packed(False).prove(shape, QParams(1.0, middle, 0, top), NO_POST_OP, None)
+
+    def _has_rows(self, shape: torch.Size) -> bool:
+        """Whether there are several ranges to find."""
+        return self.by_row and shape.numel() > shape[-1]
 
     def run(self, call: Run, bound: Sequence[Any]) -> Any:
         x = plain(bound[0])
@@ -469,7 +479,11 @@ class DynamicLinearPlan(ComputePlan):
             result = kernels.weight_only_linear(x, self.weight.int8(self.modules), self.weight.scale(self.modules))
             result = result if bias is None else result.add_(bias)
         else:
-            x = x.detach()
-            qparams = kernels.dynamic_qparams(x, self.reduce_range)
-            result = self.packed(False)(quantize(x, qparams), qparams)
+            x, packed = x.detach(), self.packed(False)
+            if self._has_rows(x.shape):
+                assert isinstance(packed, PackedLinear)
+                result = packed.by_row(x, 127 if self.reduce_range else 255)
+            else:
+                qparams = kernels.dynamic_qparams(x, self.reduce_range)
+                result = packed(quantize(x, qparams), qparams)
         return self._tagged(result + plain(bound[2]) if self.op.bias_computed else result)

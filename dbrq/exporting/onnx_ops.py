@@ -14,7 +14,14 @@ from onnxscript.onnx_opset import opset18
 from onnxscript.onnx_types import TensorType
 
 from .._torch import OpOverload
-from ..graph.nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from ..graph.nodes import (
+    CHOOSE_QPARAMS,
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    DEQUANTIZE_ROWS,
+    QUANTIZE,
+    QUANTIZE_ROWS,
+)
 
 #: Untyped: onnxscript's annotations name the dtype of each tensor, which is known when a graph is written only.
 op: Any = opset18
@@ -74,6 +81,21 @@ def dequantize_dynamic(
     return op.DequantizeLinear(q, *_scalars(scale, zero_point, dtype))
 
 
+def quantize_rows(
+    x: TensorType, scales: TensorType, zero_points: TensorType, quant_min: int, quant_max: int, dtype: int
+) -> TensorType:
+    """ONNX has scales of an axis of the tensor, not of all rows: as its float ops."""
+    shifted = op.Round(op.Add(op.Div(_as_float(x), scales), zero_points))
+    return op.Cast(op.Clip(shifted, _float(quant_min), _float(quant_max)), to=dtype)
+
+
+def dequantize_rows(
+    q: TensorType, scales: TensorType, zero_points: TensorType, quant_min: int, quant_max: int, dtype: int,
+    output_dtype: int,
+) -> TensorType:  # fmt: skip
+    return op.Cast(op.Mul(op.Sub(op.Cast(q, to=ir.DataType.FLOAT), zero_points), scales), to=output_dtype)
+
+
 def dequantize_per_channel(
     q: TensorType, scales: TensorType, zero_points: TensorType, axis: int, quant_min: int, quant_max: int, dtype: int
 ) -> TensorType:
@@ -96,6 +118,8 @@ TRANSLATIONS: dict[OpOverload, Callable] = {
     QUANTIZE.tensor: quantize_dynamic,
     DEQUANTIZE.default: dequantize,
     DEQUANTIZE.tensor: dequantize_dynamic,
+    QUANTIZE_ROWS.default: quantize_rows,
+    DEQUANTIZE_ROWS.default: dequantize_rows,
     DEQUANTIZE_PER_CHANNEL.default: dequantize_per_channel,
     CHOOSE_QPARAMS.tensor: choose_qparams,
 }

@@ -18,6 +18,10 @@ DEQUANTIZE = quantized_decomposed.dequantize_per_tensor
 
 CHOOSE_QPARAMS = quantized_decomposed.choose_qparams
 
+QUANTIZE_ROWS = quantized_decomposed.quantize_per_token
+
+DEQUANTIZE_ROWS = quantized_decomposed.dequantize_per_token
+
 DEQUANTIZE_PER_CHANNEL = quantized_decomposed.dequantize_per_channel
 
 _CHECKS = ("check_input", "check_absent", "check_same")

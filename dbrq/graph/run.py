@@ -37,7 +37,7 @@ from ..record.callsite import border, user_line
 from ..record.parameters import tensor_of
 from ..record.record import Tag
 from ..tensors import Int8Weight
-from .nodes import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE, leaves
+from .nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_ROWS, QUANTIZE, QUANTIZE_ROWS, leaves
 from .recorder import GraphRecorder
 from .signature import Inputs
 from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor, with_range_decided
@@ -359,10 +359,25 @@ class GraphRun(RunCall):
     def _dynamic(self, hook: Any, x: Tensor) -> Tensor:
         """Quantized with qparams of its own values."""
         top = 127 if hook.reduce_range else 255
+        if hook.by_row:
+            return self._by_row(x, top)
         scale, zero_point = self.recorder.call(CHOOSE_QPARAMS, (x, 0, top, 1e-12, torch.uint8), {})
         constants = (scale, zero_point, 0, top, torch.uint8)
         q = self.recorder.call(QUANTIZE, (x, *constants), {})
         return self.recorder.call(DEQUANTIZE, (q, *constants), {})
+
+    def _by_row(self, x: Tensor, top: int) -> Tensor:
+        """The same, each row with qparams of its own, as ``kernels.script.quantize_rows`` finds them: there is no op
+        that finds them in 7 bits, or with zero in their range.
+        """
+        call = self.recorder.call
+        low = call(torch.clamp, (call(torch.amin, (x, -1, True), {}),), {"max": 0.0})
+        high = call(torch.clamp, (call(torch.amax, (x, -1, True), {}),), {"min": 0.0})
+        scale = call(torch.clamp, (call(torch.div, (call(torch.sub, (high, low), {}), top), {}),), {"min": 1e-12})
+        levels = call(torch.neg, (call(torch.round, (call(torch.div, (low, scale), {}),), {}),), {})
+        constants = (scale, call(torch.clamp, (levels, 0, top), {}), 0, top, torch.uint8)
+        q = self.recorder.call(QUANTIZE_ROWS, (x, *constants), {})
+        return self.recorder.call(DEQUANTIZE_ROWS, (q, *constants, torch.float32), {})
 
     def _member(self, hook: Any, bound: list[Any]) -> Any:
         """An op fused behind a convolution or linear layer: nothing is quantized between them."""

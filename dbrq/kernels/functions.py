@@ -11,7 +11,7 @@ from .. import _torch
 from ..errors import KernelInputError
 from . import padding
 from .choice import is_matmul_right, is_max_pool_right
-from .qparams import QParams, require
+from .qparams import QParams, not_finite, require
 
 
 def weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -88,8 +88,7 @@ def dynamic_qparams(x: Tensor, reduce_range: bool) -> QParams:
     top = 127 if reduce_range else 255
     scale = (high - low) / top
     if not math.isfinite(scale):
-        raise KernelInputError("a dynamically quantized activation has NaN or infinity", got=f"range {low} to {high}",
-                               hint="check the input, or keep this op in float with qconfig None")  # fmt: skip
+        raise not_finite(f"range {low} to {high}")
     if scale < 1e-12:  # constant zero
         return QParams(1.0, 0, 0, top)
     return QParams(scale, min(top, max(0, round(-low / scale))), 0, top)

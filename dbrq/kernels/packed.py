@@ -1,5 +1,6 @@
 """Int8 convolutions and linear layers that are right: kernels prove themselves before their first result is used."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from . import stock
 from .choice import is_linear_right, way_of_convolution
 from .formulations import IN_LEVELS, Way, call_of, is_stock, stand_in
 from .known_faults import Geometry
-from .qparams import NO_POST_OP, RELU, PostOp, QParams, bad
-from .script import finished
+from .qparams import NO_POST_OP, RELU, PostOp, QParams, bad, not_finite
+from .script import finished, quantize_rows, rescale_rows
 from .stock import StockConv, StockLinear
 
 
@@ -193,6 +194,7 @@ class PackedLinear(StockLinear):
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, scale, bias)
         self._right: dict[tuple, bool] = {}  # what decides -> whether the stock kernel is right
+        self._of_ones: tuple[Tensor, Tensor] | None = None  # what ``by_row`` adds to the rows
         self.words = ""  # what computes this instead of the stock kernel, for reports
 
     def __call__(self, q: Tensor, qparams: QParams, post_op: PostOp = NO_POST_OP, out: QParams | None = None) -> Tensor:
@@ -217,6 +219,18 @@ class PackedLinear(StockLinear):
         """As ``PackedConv.prove``."""
         dtype = torch.float32 if out is None else torch.uint8
         self._tried(self._rows(shape.numel()), qparams, post_op, dtype, None if summed is False else dtype)
+
+    def by_row(self, x: Tensor, top: int) -> Tensor:
+        """float32 ``[..., in]``, each row of it quantized to at most ``top`` by its own range -> float32."""
+        shape = self.output_shape(x.shape)
+        q, scale, zero_point = quantize_rows(x.reshape(-1, x.shape[-1]), top)
+        if not math.isfinite(scale.max().item()):
+            raise not_finite(f"a row whose range is {scale.max().item()} wide")
+        if self._of_ones is None:
+            column = self.weight.sum(1, dtype=torch.int32).to(torch.float32).mul_(self.scale)
+            self._of_ones = column, torch.zeros_like(column) if self.bias is None else self.bias
+        result = self(q, QParams(1.0, 0, 0, top))
+        return rescale_rows(result, scale, zero_point, *self._of_ones).reshape(shape)
 
     def _is_right(
         self, numel: int, qparams: QParams, post_op: PostOp, dtype: torch.dtype, summed: torch.dtype | None

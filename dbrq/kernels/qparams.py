@@ -119,6 +119,12 @@ def require(condition: bool, op: str, expected: str, got: Tensor) -> None:
         raise bad(op, expected, got)
 
 
+def not_finite(got: str) -> KernelInputError:
+    """NaN or infinity came where a range is found in each call."""
+    return KernelInputError("a dynamically quantized activation has NaN or infinity", got=got,
+                            hint="check the input, or keep this op in float with qconfig None")  # fmt: skip
+
+
 def bad(op: str, expected: str, got: Tensor) -> KernelInputError:
     return KernelInputError(
         f"{op}: no kernel takes this tensor", op=op, expected=expected, got=f"{got.dtype} {tuple(got.shape)}"

@@ -59,6 +59,11 @@ def is_narrow(activation: Any) -> bool:
     return bool(getattr(activation, "reduce_range", False)) or narrow
 
 
+def by_row(activation: Any) -> bool:
+    """Whether values that are quantized by their own range get qparams for each row, of a text each token."""
+    return getattr(activation, "qscheme", None) is torch.per_channel_affine
+
+
 def seven_bits(activation: Any) -> bool:
     """Whether values that are quantized by their own range get 7 bits: as the observer asks, or as this CPU needs."""
     return is_narrow(activation) or saturates()

@@ -20,7 +20,15 @@ from torch import Tensor, fx
 from .._torch import is_erased
 from ..errors import RewriteError
 from ..graph.located import at
-from ..graph.nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_impure, remove_dead
+from ..graph.nodes import (
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    DEQUANTIZE_ROWS,
+    QUANTIZE,
+    QUANTIZE_ROWS,
+    is_impure,
+    remove_dead,
+)
 from ..kernels import QParams
 from ..mappings import FUNCTIONS, TABLE, OpRow
 from ..op_facts import Memory, is_written, writes
@@ -50,13 +58,18 @@ def is_dynamic(node: fx.Node) -> bool:
     return isinstance(node.args[1], fx.Node)
 
 
+def is_dynamic_input(node: Any) -> bool:
+    """Whether a value is one that was quantized by its own range, as a whole or each row."""
+    return is_call(node, DEQUANTIZE_ROWS) or (is_call(node, DEQUANTIZE) and is_dynamic(node))
+
+
 def is_weight(node: Any) -> bool:
     return is_call(node, DEQUANTIZE_PER_CHANNEL)
 
 
 def _converts(node: fx.Node) -> bool:
     """Whether a node only quantizes or dequantizes."""
-    return node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+    return node.target in (QUANTIZE, DEQUANTIZE, QUANTIZE_ROWS, DEQUANTIZE_ROWS, DEQUANTIZE_PER_CHANNEL)
 
 
 def qparams_of(node: fx.Node) -> QParams:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..eager.views import names_dtype
-from ..graph.nodes import DEQUANTIZE
+from ..graph.nodes import DEQUANTIZE, DEQUANTIZE_ROWS, QUANTIZE_ROWS
 from ..kernels import QParams, ints, script
 from ..mappings import Role
 from ..op_facts import Memory, called, is_random, is_written
@@ -24,7 +24,7 @@ from .engine import (
     first_input,
     is_call,
     is_dequantize,
-    is_dynamic,
+    is_dynamic_input,
     is_quantize,
     is_weight,
     qparams_of,
@@ -208,18 +208,17 @@ def _is_dynamic_linear(node: fx.Node) -> bool:
     found = bind(node)
     if found is None or found[0].name != "linear" or not is_weight(found[1][1]):
         return False
-    return is_call(found[1][0], DEQUANTIZE) and is_dynamic(found[1][0])
+    return is_dynamic_input(found[1][0])
 
 
 def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     _, bound = bind_known(node)
-    q = bound[0].args[0]
-    choose = q.args[1].args[0]
+    q = bound[0].args[0]  # of a value, scale, zero point, and from which level to which
     kernel = script.DynamicLinear(
         lowering.tensor(bound[1].args[0]), lowering.tensor(bound[1].args[1]),
         None if bound[2] is None else lowering.tensor(bound[2]), QParams(1.0, 0), None, dtype=lowering.dtype,
-        levels=choose.args[2],
+        levels=q.args[4], by_row=is_call(q, QUANTIZE_ROWS),
     )  # fmt: skip
     path = lowering.hold(node.meta.get("op") or node.name, kernel)
     lowering.replace(node, lowering.call(node, path, (q.args[0],), node, dtype=lowering.dtype))
@@ -233,6 +232,7 @@ def _is_weight_only_linear(node: fx.Node) -> bool:
         and found[0].name == "linear"
         and is_weight(found[1][1])
         and not is_call(found[1][0], DEQUANTIZE)
+        and not is_call(found[1][0], DEQUANTIZE_ROWS)
     )
 
 

@@ -44,6 +44,8 @@ from .values import (
     dequantize,
     dequantize_weight,
     levels,
+    quantize_rows,
+    rescale_rows,
     scale_levels,
 )
 
@@ -82,6 +84,8 @@ __all__ = [
     "nearest",
     "pad",
     "pad_mode",
+    "quantize_rows",
+    "rescale_rows",
     "restored",
     "scale_levels",
     "weight_only_linear",

@@ -2,13 +2,14 @@
 
 # ruff: noqa: RUF005, RUF012, UP006, UP035, UP045 (TorchScript reads these annotations)
 
-from typing import TYPE_CHECKING, Any, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..qparams import NO_POST_OP, PostOp, QParams
 from .base import KERNEL_CONSTANTS, Kernel
+from .values import quantize_rows, rescale_rows
 
 if TYPE_CHECKING:
     from .base import number
@@ -190,13 +191,32 @@ class PointwiseConvAdd(LinearAdd):
 
 
 class DynamicLinear(Linear):
-    """linear whose input is quantized with qparams of its own values; float in, float out."""
+    """linear whose input is quantized with qparams of its own values; float in, float out.
 
-    __constants__ = [*Linear.__constants__, "levels"]
+    ``by_row``: each row of the input, a token, has qparams of its own.
+    """
 
-    def __init__(self, *args: Any, levels: int, **kwargs: Any) -> None:
+    __constants__ = [*Linear.__constants__, "by_row", "levels"]
+    column: Tensor
+
+    def __init__(self, *args: Any, levels: int, by_row: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.levels = levels
+        self.levels, self.by_row = levels, by_row
+        self.column = self.summed_weight()
+
+    def summed_weight(self) -> Tensor:
+        """What the layer without its bias makes of a row of ones; empty where no rows have qparams of their own."""
+        if not self.by_row:
+            return torch.empty([0])
+        return self.weight.sum(1, dtype=torch.int32).to(torch.float32).mul_(self.scale)
+
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:
+        weight, scale, bias, self.training = state
+        self.weight, self.scale, self.bias = weight.clone(), scale.clone(), bias.clone()  # as in ``Kernel``
+        self.zero_points = torch.zeros([self.weight.size(0)], dtype=torch.int64)
+        self.packed = self.pack()
+        self.column = self.summed_weight()
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.size(-1) == self.weight.size(1), (
@@ -205,6 +225,8 @@ class DynamicLinear(Linear):
         dtype = torch.float32 if self.kind == 1 else torch.bfloat16
         if x.numel() == 0:  # it has no range
             return torch.empty(list(x.size())[:-1] + [self.weight.size(0)], dtype=dtype)
+        if self.by_row and x.numel() > x.size(-1):
+            return self.linear_by_row(x).to(dtype)
         low, high = torch.aminmax(x)
         lowest, highest = float(low.item()), float(high.item())
         finite = lowest > -3.5e38 and highest < 3.5e38  # false for NaN, which min and max would swallow
@@ -216,3 +238,13 @@ class DynamicLinear(Linear):
         rows = q.contiguous() if x.dim() > 1 else q.unsqueeze(0)
         result = self.product(rows, scale, zero_point, 1.0, 0, dtype, "none")
         return result if x.dim() > 1 else result.squeeze(0)
+
+    def linear_by_row(self, x: Tensor) -> Tensor:
+        """The layer where there are several rows: their qparams are applied behind the kernel, which takes one."""
+        rows = x.reshape(-1, x.size(-1)).to(torch.float32)
+        q, scale, zero_point = quantize_rows(rows, self.levels)
+        finite = float(scale.max().item()) < 3.5e38  # false for NaN
+        assert finite, "dbrq: a dynamically quantized activation has NaN or infinity"
+        result = self.product(q.contiguous(), 1.0, 0, 1.0, 0, torch.float32, "none")
+        result = rescale_rows(result, scale, zero_point, self.column, self.bias)
+        return result.reshape(list(x.size())[:-1] + [self.weight.size(0)])

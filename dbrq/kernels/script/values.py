@@ -1,8 +1,9 @@
 """Values from float to integers and back, and from some integers to others."""
 
-# ruff: noqa: RUF012 (TorchScript reads ``__constants__`` as it is)
+# ruff: noqa: RUF012, UP006, UP035 (TorchScript reads annotations, and ``__constants__`` as it is)
 
 from collections.abc import Sequence
+from typing import Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,31 @@ def _bits(x: Tensor) -> Tensor:
         pixels = x.permute([0, 2, 3, 1])
         return torch.empty([0], dtype=torch.int32).set_(pixels, 0, x.size(), x.stride())  # type: ignore[call-overload]
     return x.to(torch.int32)
+
+
+def quantize_rows(rows: Tensor, levels: int, middle: float = ROUND) -> Tuple[Tensor, Tensor, Tensor]:
+    """float32 ``[rows, in]`` -> uint8, and scale and zero point of each row, float32 ``[rows, 1]``, by its own range.
+
+    A row with NaN or infinity gets such a scale, which the caller refuses.
+    """
+    low, high = rows.amin(-1, True).clamp_max_(0.0), rows.amax(-1, True).clamp_min_(0.0)
+    scale = high.sub_(low).div_(levels).clamp_min_(1e-12)
+    zero_point = low.div_(scale).round_().neg_().clamp_(0, levels)
+    shifted = torch.addcmul(zero_point + middle, rows, scale.reciprocal())
+    bits = _bits(shifted.clamp_(middle, middle + levels))
+    return bits.to(torch.uint8), scale, zero_point
+
+
+def rescale_rows(result: Tensor, scale: Tensor, zero_point: Tensor, column: Tensor, bias: Tensor) -> Tensor:
+    """What a linear layer makes of levels, as if their scale were one and their zero point none, with qparams of each
+    row: written over ``result`` ``[rows, out]``, a float32 that has the bias already.
+
+    Args:
+        column: float32 ``[out]``, what the layer without its bias makes of a row of ones.
+        bias: float32 ``[out]``.
+    """
+    result.mul_(scale).addr_((zero_point * scale).neg_().flatten(), column)
+    return result.addr_((1.0 - scale).flatten(), bias)
 
 
 class Quantize(nn.Module):

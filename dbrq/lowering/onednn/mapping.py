@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...eager.views import names_dtype
-from ...graph.nodes import DEQUANTIZE, is_impure
+from ...graph.nodes import is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
 from ..engine import (
@@ -27,7 +27,7 @@ from ..engine import (
     first_input,
     is_call,
     is_dequantize,
-    is_dynamic,
+    is_dynamic_input,
     is_quantize,
     is_weight,
     only_user,
@@ -215,7 +215,7 @@ def _head(node: fx.Node) -> tuple[OpRow, list[Any]] | None:
             return None
         if is_weight(weight) and not is_dequantize(source):
             return None
-        if is_call(source, DEQUANTIZE) and is_dynamic(source):
+        if is_dynamic_input(source):
             return None
     return row, bound
 
