@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], QConfigMapping]
     "layer_norm_gelu": (
         lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), ROWS, STATIC),
     "dynamic_linear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), ROWS, DYNAMIC),
+    "dynamic_linear_by_row": (lambda: nn.Sequential(nn.Linear(8, 4)), ROWS, dbrq.dynamic_qconfig_mapping()),
     "slices_in_place": (
         lambda: Call(lambda m, x: m.b(m.a(x)[:, ::2].contiguous().mul_(0.5)),
                      a=nn.Linear(8, 8), b=nn.Linear(4, 4)), ROWS, STATIC),

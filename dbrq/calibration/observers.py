@@ -444,7 +444,7 @@ def default_qconfig_mapping(reduce_range: bool | None = None) -> QConfigMapping:
 
 
 def dynamic_qconfig_mapping(
-    *, weight_only: bool = False, embeddings: bool = False, reduce_range: bool | None = None
+    *, weight_only: bool = False, embeddings: bool | None = None, reduce_range: bool | None = None
 ) -> QConfigMapping:
     """The recipe for language models: linear layers with s8 per-channel weights, on activations that are quantized to
     u8 as they come, each token by its own range.
@@ -457,7 +457,9 @@ def dynamic_qconfig_mapping(
     Args:
         weight_only: activations stay float. That saves the same memory, and is slower: each weight is made float again
             where it is used.
-        embeddings: tables of embeddings are int8, too, each row with a scale and a zero point.
+        embeddings: whether tables of embeddings are int8, too, each row with a scale and a zero point. None: where they
+            are the weight of an int8 linear layer (tied to ``lm_head``), so that it is there once; False keeps a float
+            copy beside it.
         reduce_range: as for ``default_qconfig_mapping``.
 
     >>> model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32))
@@ -475,7 +477,9 @@ def dynamic_qconfig_mapping(
     )  # fmt: skip
     activation = PlaceholderObserver.with_args(dtype=torch.float32) if weight_only else by_row
     mapping = QConfigMapping().set_global(QConfig(activation, default_per_channel_weight_observer))
-    if embeddings:
-        for table in (nn.Embedding, nn.EmbeddingBag, F.embedding, F.embedding_bag):
-            mapping.set_object_type(table, float_qparams_weight_only_qconfig)
+    # Dynamic, embeddings are int8 in no other way than by reading rows of a weight that is.
+    tied = QConfig(by_row, default_per_channel_weight_observer)
+    of_tables = tied if embeddings is None else float_qparams_weight_only_qconfig if embeddings else None
+    for table in (nn.Embedding, nn.EmbeddingBag, F.embedding, F.embedding_bag):
+        mapping.set_object_type(table, of_tables)
     return mapping

@@ -75,7 +75,7 @@ class Placement:
         self.forced = self.reasons | (forced or {})  # id(op) -> reason
         self.modes: dict[int, str] = {}
         self._weight_makers = self._find_weight_makers()
-        self.hard = [op for op in record.hooked() if self._computes(op)]
+        self.hard = self._find_hard()
         heads = [op for op in self.hard if op.row.name != "matmul"]
         self.chains: dict[int, list[SeenOp]] = {}
         if fuse:
@@ -95,12 +95,27 @@ class Placement:
 
     # Who may run in int8
 
+    def _find_hard(self) -> list[SeenOp]:
+        """Those that ``_computes`` says; embeddings are asked last, since they may follow linear layers."""
+        asked = sorted(self.record.hooked(), key=lambda op: op.row.role is Role.EMBEDDING)
+        found = {id(op) for op in asked if self._computes(op)}
+        return [op for op in self.record.hooked() if id(op) in found]
+
+    def _reads_int8_rows(self, op: SeenOp) -> bool:
+        """Whether ``op`` is an embedding whose table is the weight of an int8 linear layer, as of tied weights."""
+        if op.row.role is not Role.EMBEDDING or op.weight is None:
+            return False
+        weights = (o.weight for o in self.record.hooked() if o.row.name == "linear" and id(o) in self.modes)
+        return any(weight is not None and weight.key == op.weight.key for weight in weights)
+
     def _computes(self, op: SeenOp) -> bool:
         """Whether ``op`` is a convolution, linear layer or matmul with static int8 activations."""
         row = op.row
         if row.role not in (Role.COMPUTE, Role.EMBEDDING, Role.RECURRENT):
             return False
         mode, reason = kind(op.qconfig)
+        if mode == "dynamic" and self._reads_int8_rows(op):  # rather than keep a float copy for it
+            mode = "weight_only"
         if op.qconfig is None and self.record.default_recipe:
             reason = "the default recipe leaves it in float"
         makes_weight = _MAKES_WEIGHTS if id(op) in self._weight_makers else ""

@@ -17,7 +17,7 @@ from . import plots
 from .comparing import Comparison, ComparisonRow
 from .machine import cpu, torch_facts
 from .rows import ChosenRange, Facts, PathRow, ReportRow
-from .summary import estimated, kinds, measured, megabytes, mmacs, next_steps, reason_of, share_in_int8
+from .summary import estimated, kinds, measured, megabytes, mmacs, next_steps, read_by_token, reason_of, share_in_int8
 from .timing import Profile
 
 _ROW, _LANE, _LEFT = 22, 9, 14
@@ -109,6 +109,8 @@ def _cards(contents: Contents, shares: Sequence[float], is_measured: bool) -> li
     ]
     if facts.bytes_before:
         cards.append((megabytes(facts.bytes_after), f"of weights, {megabytes(facts.bytes_before)} in float"))
+    if read_by_token(contents.rows, facts):
+        cards.append((megabytes(facts.bytes_per_token), "of weights read by a token that is decoded alone"))
     if contents.compare and contents.compare.rows:
         worst = contents.compare.rows[0]
         cards.append((f"{worst.sqnr:.1f} dB", f"the lowest SQNR, at {worst.path}"))

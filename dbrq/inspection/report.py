@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,12 +198,16 @@ def _sizes(infos: Iterable[TensorInfo]) -> Iterator[int]:
 
 def _facts(model: nn.Module, token: QuantizedModelToken, seen: list[SeenOp]) -> Facts:
     prepared = token.phase == "observe"
-    before, after = (_bytes_to_come if prepared else _bytes_of_converted)(model, token)
+    tensors = _tensors(model)
+    saved = _saved(tensors, token) if prepared else {}
+    before, after = _bytes_to_come(tensors, saved) if prepared else _bytes_of_converted(tensors)
+    read = sum(tensors[name].nbytes - saved.get(name, 0) for name in _read(tensors, token.record))
     ranges = _observed(token) if prepared else _converted(token)
     stage = "prepared" if prepared else "converted"
     if any(state.parts for state in token.states.values()):
         stage = "lowered in parts"
-    return Facts(type(model).__name__, stage, before, after, tuple(ranges), tuple(sorted(_edges(token.record, seen))))
+    edges = tuple(sorted(_edges(token.record, seen)))
+    return Facts(type(model).__name__, stage, before, after, tuple(ranges), edges, read)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -212,8 +216,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors if f".{STATE}." not in f".{name}"}
 
 
-def _bytes_of_converted(model: nn.Module, token: QuantizedModelToken) -> tuple[int, int]:
-    tensors = _tensors(model)
+def _bytes_of_converted(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     after = sum(tensor.nbytes for tensor in tensors.values())
     before = after
     for name, tensor in tensors.items():
@@ -226,9 +229,13 @@ def _bytes_of_converted(model: nn.Module, token: QuantizedModelToken) -> tuple[i
     return before, after
 
 
-def _bytes_to_come(model: nn.Module, token: QuantizedModelToken) -> tuple[int, int]:
-    tensors = _tensors(model)
+def _bytes_to_come(tensors: Mapping[str, Tensor], saved: Mapping[str, int]) -> tuple[int, int]:
     before = sum(tensor.nbytes for tensor in tensors.values())
+    return before, before - sum(saved.values())
+
+
+def _saved(tensors: Mapping[str, Tensor], token: QuantizedModelToken) -> dict[str, int]:
+    """Name -> bytes that a parameter will be smaller by."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved: dict[str, int] = {}
     for op in token.record.hooked():
@@ -237,7 +244,31 @@ def _bytes_to_come(model: nn.Module, token: QuantizedModelToken) -> tuple[int, i
         for weight in _weights_of(op, token):
             if weight is not None and (name := names.get(id(weight))) is not None and weight.dim():
                 saved[name] = weight.nbytes - weight.numel() - 4 * weight.shape[0]
-    return before, before - sum(saved.values())
+    return saved
+
+
+def _read(tensors: Mapping[str, Tensor], record: Record) -> Iterator[str]:
+    """Names of the parameters, and of what they became, that ops read as a whole."""
+    tables: set[str] = set()
+    products: set[str] = set()
+    ran = {""}
+    for op in record.ops:
+        ran |= {op.owner, op.module or op.owner}
+        if op.weight is not None:
+            ran.add(op.weight.path)
+            (tables if op.row.role is Role.EMBEDDING else products).add(".".join(filter(None, op.weight.key)))
+    ran |= {value.parameter[0] for value in record.values.values() if value.parameter is not None and value.readers}
+    for name, tensor in tensors.items():
+        stem = next((s for s in map(name.removesuffix, _ENDS) if s != name and f"{s}_int8" in tensors), name)
+        is_weight = stem != name or isinstance(tensor, nn.Parameter)
+        # Of a table that a linear layer has in int8, an embedding in float keeps the float form.
+        for_rows = stem in tables and (stem not in products or (stem == name and f"{stem}_int8" in tensors))
+        if is_weight and not for_rows and name.rpartition(".")[0] in ran:
+            yield name
+
+
+#: What an int8 weight consists of.
+_ENDS = ("_int8", "_scale", "_zero_point")
 
 
 def _weights_of(op: SeenOp, token: QuantizedModelToken) -> list[Tensor | None]:

@@ -96,6 +96,9 @@ class Facts:
         bytes_before: of parameters and buffers, in float.
         bytes_after: the same with int8 weights; of a prepared model about as they will be: weights that forward
             computes, or that ops in float read as well, show once it is converted.
+        bytes_per_token: of the weights that a call reads, each once, whatever its input is: integers with their scales,
+            and what stays in float. Of a language model that decodes, a token reads them. Without tables of which
+            embeddings read rows, and without modules that did not run; of experts, all that ran count.
         ranges: of the activations that are int8.
         edges: (number of the row that makes a value, number of one that reads it).
     """
@@ -106,6 +109,7 @@ class Facts:
     bytes_after: int = 0
     ranges: tuple[ChosenRange, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
+    bytes_per_token: int = 0
 
 
 def as_json(rows: Sequence[ReportRow], facts: Facts) -> str:

@@ -108,6 +108,14 @@ def weights(facts: Facts) -> str:
     return f"weights: {before} in float, {about}{after} in int8 ({ratio:.0%})"
 
 
+def read_by_token(rows: Sequence[ReportRow], facts: Facts) -> str:
+    """Bytes of weights that a token reads, in a sentence; "" for models without embeddings."""
+    if not facts.bytes_per_token or not any(row.op.startswith("embedding") for row in rows):
+        return ""
+    about = "about " if facts.stage == "prepared" else ""
+    return f"a token that is decoded alone reads {about}{megabytes(facts.bytes_per_token)} of weights"
+
+
 def time_in_int8(rows: Sequence[ReportRow], profile: Profile | None) -> str:
     """Share of the time that int8 ops take, in a sentence."""
     known = [("estimated", estimated(rows)), ("measured", measured(rows, profile))]
@@ -127,8 +135,9 @@ def screen(
     """The text of a report: some 40 lines at most, however large the model."""
     guessed, known = estimated(rows), measured(rows, profile)
     times = [("est. time", guessed)] + ([] if known is None else [("time", known)])
+    first = [headline(coverage, coverage_all, facts), weights(facts), read_by_token(rows, facts)]
     parts = [
-        "\n".join(filter(None, [headline(coverage, coverage_all, facts), weights(facts), time_in_int8(rows, profile)])),
+        "\n".join(filter(None, [*first, time_in_int8(rows, profile)])),
         _kinds(rows, times),
         f"the {min(_MOST, len(rows))} that cost most\n{_costliest(rows, times)}" if rows else "",
         "what to do next\n" + "\n".join(f"- {step}" for step in next_steps(rows, facts, known or guessed)),

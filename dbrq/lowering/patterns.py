@@ -222,7 +222,7 @@ def _dynamic_linear(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     )  # fmt: skip
     path = lowering.hold(node.meta.get("op") or node.name, kernel)
     lowering.replace(node, lowering.call(node, path, (q.args[0],), node, dtype=lowering.dtype))
-    return "onednn.qlinear_pointwise (dynamic)"
+    return f"onednn.qlinear_pointwise (dynamic{', by row' if kernel.by_row else ''})"
 
 
 def _is_weight_only_linear(node: fx.Node) -> bool:

@@ -76,6 +76,7 @@ CASES: dict[str, tuple] = {
     "small ResNet": (SmallResNet, (2, 3, 32, 32), (3, 3, 40, 48), 9, 6),
     "7 bits": (lambda: nn.Sequential(conv(), nn.ReLU(), conv()), (2, 8, 9, 9), (1, 8, 5, 6), 2, 2, DEFAULT(True)),
     "dynamic": (lambda: linear_pair(nn.ReLU()), TEXT, (3, 9, 16), 2, 2, DYNAMIC),
+    "dynamic, by row": (lambda: linear_pair(nn.ReLU()), TEXT, (3, 9, 16), 0, 2, dbrq.dynamic_qconfig_mapping()),
     "weight-only": (lambda: linear_pair(nn.ReLU()), TEXT, (3, 9, 16), 0, 2, WEIGHT_ONLY),
     "all in float": (lambda: linear_pair(nn.ReLU()), TEXT, (3, 9, 16), 0, 0, QConfigMapping().set_global(None)),
 }  # fmt: skip

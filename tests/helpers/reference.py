@@ -16,6 +16,7 @@ from dbrq.eager.arguments import activations
 from dbrq.eager.decompositions import multi_head_attention_forward
 from dbrq.hidden_state import state_of
 from dbrq.kernels import QParams
+from dbrq.kernels.ranges import by_row, seven_bits
 from dbrq.mappings import FUNCTIONS, Role
 from dbrq.pytree import tree_leaves, tree_map
 from dbrq.record.record import SeenOp
@@ -25,6 +26,14 @@ from tests.helpers.running import run
 def fake_quantize(x: Tensor, q: QParams) -> Tensor:
     levels = torch.clamp(torch.round(x / q.scale) + q.zero_point, q.quant_min, q.quant_max)
     return (levels - q.zero_point) * q.scale
+
+
+def fake_quantize_by_own_range(x: Tensor, reduce_range: bool, by_row: bool) -> Tensor:
+    """As dynamic quantization rounds: a tensor as a whole, or each row of it."""
+    if not by_row:
+        return fake_quantize(x, kernels.dynamic_qparams(x, reduce_range))
+    rows = [fake_quantize(row, kernels.dynamic_qparams(row, reduce_range)) for row in x.reshape(-1, x.shape[-1])]
+    return torch.stack(rows).reshape(x.shape)
 
 
 def fake_quantized(converted: nn.Module, model: nn.Module, example: Any) -> Any:
@@ -71,8 +80,8 @@ class FakeQuantizeMode(TorchFunctionMode):
                    for read in op.decision.reads}  # fmt: skip
         if op.decision.precision == "int8" and op.decision.mode == "dynamic":
             x = found[0]
-            reduce_range = bool(getattr(op.qconfig.activation(), "reduce_range", False))
-            rounded[id(x)] = fake_quantize(x, kernels.dynamic_qparams(x, reduce_range))
+            activation = op.qconfig.activation()
+            rounded[id(x)] = fake_quantize_by_own_range(x, seven_bits(activation), by_row(activation))
         first, target = args[0] if args else next(iter(kwargs.values())), kwargs.get("out")
         args, kwargs = tree_map(lambda leaf: rounded.get(id(leaf), leaf), (args, kwargs))
         output = func(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, per_channel_dynamic_qconfig
+from torch.ao.quantization import QConfigMapping
 from torch.autograd.profiler import profile
 
 import dbrq
@@ -63,7 +63,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {"t5": T5, "bart": BART, "marian":
 CONFIGURATIONS = {**DECODERS, **ENCODER_DECODERS}
 RECIPES: dict[str, QConfigMapping | None] = {
     "static": None,
-    "dynamic": QConfigMapping().set_global(per_channel_dynamic_qconfig),
+    "dynamic": dbrq.dynamic_qconfig_mapping(),
 }
 models = pytest.mark.parametrize("name", list(CONFIGURATIONS))
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
