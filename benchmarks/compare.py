@@ -8,6 +8,7 @@ writes JSON with medians, minima, maxima and SQNR against float, and draws the t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -81,14 +82,14 @@ class Row:
 
 
 class Process:
-    """A family's process."""
+    """A family's process, which runs ``module``."""
 
-    def __init__(self, family: str, model: str, python: str) -> None:
+    def __init__(self, family: str, model: str, python: str, module: str = "peers.worker") -> None:
         self.family = family
         paths = [str(HERE), str(HERE.parent / "examples"), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_FREEZING": "1"}
         self.process = subprocess.Popen(
-            [python, "-m", "peers.worker", family, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [python, "-m", module, family, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if not os.environ.get("DBRQ_VERBOSE") else None, text=True, env=env, cwd=HERE,
         )  # fmt: skip
 
@@ -126,6 +127,18 @@ def busy() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def undisturbed(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a slice answers; asked again where other processes used the CPU beside it. It says how much it used."""
+    for _ in range(4):
+        time.sleep(0.05)  # others' threads may still spin
+        before, start = busy(), time.perf_counter()
+        got = ask()
+        others = busy() - before - got["cpu"]
+        if others < 0.1 * (time.perf_counter() - start) + 0.03:
+            break
+    return got
+
+
 def measure(row: Row, running: list[Process], slices: int, seconds: float) -> None:
     owners: dict[str, Process] = {}
     for process in running:
@@ -143,13 +156,7 @@ def measure(row: Row, running: list[Process], slices: int, seconds: float) -> No
         calls[name] = max(1, int(seconds * 1e3 / process.ask("time", variant=name, calls=2)["ms"]))
     for _ in range(slices):
         for name, process in owners.items():
-            for attempt in range(4):
-                time.sleep(0.05)  # others' threads may still spin
-                before, start = busy(), time.perf_counter()
-                got = process.ask("time", variant=name, calls=calls[name])
-                others = busy() - before - got["cpu"]
-                if others < 0.1 * (time.perf_counter() - start) + 0.03 or attempt == 3:
-                    break
+            got = undisturbed(functools.partial(process.ask, "time", variant=name, calls=calls[name]))
             row.variants[name].slices.append(got["ms"])
 
 

@@ -1,9 +1,12 @@
-"""The machine's int8 peak, and how much a model computes: what a lower bound of its time is made of."""
+"""The machine's int8 peak and its memory's bandwidth, and how much a model computes: what a lower bound of its time is
+made of.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -47,6 +50,28 @@ def _gops(rows: int, depth: int, width: int) -> float:
             binding.execute(primitive, memories)
         best = min(best, (time.perf_counter() - start) / 5)
     return 2e-9 * rows * depth * width / best
+
+
+@functools.cache
+def bandwidth(threads: int, size: int = 256 << 20) -> float:
+    """Billions of bytes that are read from memory in a second: the best of some passes over what no cache holds.
+
+    Not by sums of int8, which torch makes one by one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        floats, integers = torch.ones(size // 4), torch.ones(size, dtype=torch.int8)
+        passes = (floats.sum, floats.amax, integers.amax, functools.partial(torch.dot, floats, floats))
+        return max(size / _seconds(read) for read in passes for _ in range(5)) / 1e9
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 @functools.cache
