@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...eager.views import names_dtype
-from ...graph.nodes import is_impure
+from ...graph.nodes import DEQUANTIZE_ROWS, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
 from ..engine import (
@@ -41,6 +41,8 @@ from .partitions import BatchNorm, Function, Operand, Partition, Step, Weight, W
 _ROWS = {row.name: row for row in TABLE}
 _ELEMENTWISE = OpRow("elementwise", Role.ELEMENTWISE)
 _QUANTIZE, _DEQUANTIZE = OpRow("quantize", Role.PASS), OpRow("dequantize", Role.PASS)
+#: A linear layer of floats, each row of which is quantized by its own range, to so many levels.
+_LINEAR_BY_ROW = OpRow("linear_by_row", Role.COMPUTE, "input weight bias levels")
 
 
 def _clamp(args: Sequence[Any]) -> Function | None:
@@ -176,7 +178,7 @@ def _fits(other: fx.Node, shape: Sequence[int], row: OpRow) -> bool:
         return len(sizes) <= len(shape)
     if len(sizes) > len(shape):
         return False
-    axis = len(shape) - 1 if row.name == "linear" else 1
+    axis = len(shape) - 1 if row.name.startswith("linear") else 1
     padded = (1,) * (len(shape) - len(sizes)) + sizes
     return all(n == 1 or (i == axis and n == m) for i, (n, m) in enumerate(zip(padded, shape, strict=True)))
 
@@ -213,6 +215,9 @@ def _head(node: fx.Node) -> tuple[OpRow, list[Any]] | None:
         weight, bias = bound[1:3]
         if not (is_weight(weight) or _is_held(weight)) or not (bias is None or _is_held(bias)):
             return None
+        if is_call(source, DEQUANTIZE_ROWS) and is_weight(weight):
+            q = first_input(source)
+            return _LINEAR_BY_ROW, [q.args[0], weight, bias, q.args[4]]
         if is_weight(weight) and not is_dequantize(source):
             return None
         if is_dynamic_input(source):
@@ -478,9 +483,19 @@ def _only_moves(node: fx.Node) -> bool:
     return isinstance(found[1][0], fx.Node)
 
 
+def _is_by_row(node: fx.Node) -> bool:
+    found = _head(node)
+    return found is not None and found[0] is _LINEAR_BY_ROW
+
+
+def _reason_by_row(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    return _reason(lowering, nodes) if lowering.dtype is torch.float32 else "rows are quantized in float32"
+
+
 REWRITES: list[Rewrite] = [
     SILU,
     MOVES,
+    _Partitioning("linear_by_row", [_is_by_row], _reason_by_row, _partition),
     DYNAMIC_LINEAR,
     WEIGHT_ONLY_LINEAR,
     _Partitioning(

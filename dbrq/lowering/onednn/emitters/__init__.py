@@ -23,7 +23,7 @@ from .common import FLOATS, as_model_float, expressible
 from .elementwise import batch_norm, chain, dequantize, elementwise, quantize
 from .norms import layer_norm, softmax
 from .pools import adaptive_pool, average_pool, concat, max_pool, mean
-from .weights import convolution, deconvolution, linear
+from .weights import convolution, deconvolution, linear, linear_by_row
 
 Emitter = Callable[[Builder, Partition, list[Any], list[Any]], Value]
 
@@ -102,6 +102,7 @@ EMITTERS: dict[str, Emitter] = {
     **{f"conv{n}d": convolution for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": deconvolution for n in (1, 2, 3)},
     "linear": linear,
+    "linear_by_row": linear_by_row,
     "matmul": matmul,
     "scaled_dot_product_attention": attention,
     "layer_norm": layer_norm,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....errors import OneDNNError
-from ....kernels import ints
+from ....kernels import QParams, ints, script
 from ....kernels.known_faults import plain_dilation
 from .. import binding
 from ..binding import Alg, Arg, Desc, Primitive
@@ -270,9 +270,18 @@ def deconvolution(b: Builder, p: Partition, arguments: list[Any], operands: list
 def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
     x, weight, bias = arguments[:3]
     parameters = _Parameters(b, p, x, weight, bias)
-    value = x.value if parameters.int8 else as_model_float(b, x)
-    if parameters.held.dim() != 2 or not value.shape or value.shape[-1] != parameters.held.shape[1]:
-        raise Unsupported("the shapes do not fit")
+    return _product(b, p, operands, x.value if parameters.int8 else as_model_float(b, x), parameters)
+
+
+def _product(
+    b: Builder, p: Partition, operands: list[Any], value: Value, parameters: _Parameters, scale: Value | None = None
+) -> Value:
+    """A linear layer, and what follows it.
+
+    Args:
+        scale: one, of an input whose own is known in the call only.
+    """
+    _check_depth(value, parameters)
     width, depth = parameters.held.shape
     rows = rows_of(b, value)
     count = rows.value.shape[0]
@@ -283,6 +292,8 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     def make(e: Epilogue, src: Value, dst: Value, bias: Value | None, weights: Desc) -> Primitive:
         if parameters.int8:
             e.scale(Arg.WEIGHTS, parameters.scales(), 2)
+        if scale is not None:
+            e.scale(Arg.SRC, scale)
         return checked(
             binding.matmul(src.desc, weights, _desc(bias), dst.desc, e.attributes, levels=parameters.levels), macs
         )
@@ -308,3 +319,66 @@ def linear(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) 
     result = _with_weights(b, p, seen, rows.value, parameters, make, full2, (width, 1), True, macs,
                            lambda tensor: tensor.t(), (depth, width), fitted2)  # fmt: skip
     return result.like(full, strides)
+
+
+def _check_depth(value: Value, parameters: _Parameters) -> None:
+    if parameters.held.dim() != 2 or not value.shape or value.shape[-1] != parameters.held.shape[1]:
+        raise Unsupported("the shapes do not fit")
+
+
+class _ByRow(_Parameters):
+    """Parameters of a linear layer whose input has qparams that are known in the call only; they are applied to what
+    comes of its integers. So one layout of the weight serves one row and many.
+    """
+
+    moved: Value | None = None
+
+    def bias(self, with_zero_point: bool) -> Value | None:
+        return self.moved
+
+    def own_bias(self) -> Value:
+        bias = super().bias(False)
+        width = self.held.shape[0]
+        return bias if bias is not None else self.b.constant(("no bias", width), lambda: torch.zeros(width))
+
+    def column(self) -> Value:
+        """What the layer without its bias makes of a row of ones."""
+        b, path = self.b, self.scale_path
+        assert path is not None
+        return b.constant(("column", self.path), lambda: self.held.sum(1, dtype=torch.int32).float() * b.held(path))
+
+
+def linear_by_row(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
+    """The layer of one row is one primitive: its scale is the source's, its zero point in the bias. Behind a primitive
+    of several rows torch applies their qparams, since kernels for rows that differ are reference kernels.
+    """
+    x, weight, bias, levels = arguments
+    value = as_model_float(b, x)
+    rows = rows_of(b, value).value
+    count = rows.shape[0]
+    if count > 1 and (p.steps or p.out is not None):
+        raise Unsupported("steps behind several rows come after their qparams")
+    key = (rows.buffer, rows.offset, rows.shape, rows.strides, "by row", levels)
+    q, scale, zero_point = b.derived(key, lambda: b.call(_quantized_rows, (rows, levels), {}))
+    parameters = _ByRow(b, p, Given(q, QParams(1.0, 0, 0, levels)), weight, bias)
+    _check_depth(q, parameters)
+    if count == 1:
+        parameters.moved = b.call(_moved, (parameters.own_bias(), parameters.column(), scale, zero_point), {})
+        q = q.like(value.shape, binding.row_major(value.shape))
+        return _product(b, p, operands, q, parameters, scale.like((1,), (1,)))
+    parameters.moved = parameters.own_bias()  # ``rescale_rows`` finds it there
+    result = _product(b, p, operands, q, parameters)
+    given = (result, scale, zero_point, parameters.column(), parameters.moved)
+    b.call(script.rescale_rows, given, {}, writes=True)
+    result.buffer.version += 1
+    shape = (*value.shape[:-1], result.shape[-1])
+    return result.like(shape, binding.row_major(shape))
+
+
+def _quantized_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    return script.quantize_rows(rows.contiguous(), levels)
+
+
+def _moved(bias: Tensor, column: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The bias of one row, with what its zero point adds up to: ``[1, out]``."""
+    return torch.addcmul(bias, column, zero_point * scale, value=-1)
