@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -32,24 +33,22 @@ from . import guards
 from ._torch import (
     count_dispatch_modes,
     current_function_mode,
-    dual_level,
-    transform_level,
     without_current_function_mode,
     without_function_modes,
 )
-from .eager import outside, views
+from .eager import views
 from .eager.arguments import has_float
-from .eager.decompositions import DECOMPOSABLE, decomposed
+from .eager.decompositions import DECOMPOSABLE, Product, decomposed
+from .eager.floats import FloatCalls
 from .eager.interfaces import Hook
-from .eager.outside import look, shown
+from .eager.outside import QUESTIONS, look, shown
 from .eager.path import FloatFrame, Frame
-from .mappings import FUNCTIONS, OpRow, Role, function_name
-from .op_facts import is_pure, mutates, reads_values, target_of
+from .mappings import FUNCTIONS, OpRow, Role
 from .pytree import named_leaves, tree_leaves, tree_map
 from .quantization_state import AutoQuantizationState
 from .record.callsite import border
-from .record.record import Record, Tag
-from .tensors import UNSURE, Int8Tensor, Int8Weight, Lazy, Provenance, current, plain, unmarked
+from .record.record import Record
+from .tensors import Int8Tensor, Lazy, current, plain, unmarked
 
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
@@ -216,7 +215,7 @@ class InterceptedForward:
         return self.previous or type(self.module).forward.__get__(self.module)
 
 
-class RunCall(TorchFunctionMode):
+class RunCall(FloatCalls, TorchFunctionMode):
     """One run of a prepared or converted model on one thread."""
 
     def __init__(self, token: ModelToken) -> None:
@@ -225,10 +224,7 @@ class RunCall(TorchFunctionMode):
         self.frames = Frame
         self.lenient = False
         self.counts: dict[int, int] = {}
-        self.provenance = Provenance()
-        self.unsure = False  # the op that runs read a value of unknown range
-        self.strays = False  # some op of this run did
-        self.transforms = transform_level(), dual_level()
+        FloatCalls.__init__(self)
         self.log = active.log
         self.log_hooks = hook_log.isEnabledFor(logging.DEBUG)
         self.slow = self.log is not None or self.log_hooks
@@ -289,6 +285,7 @@ class RunCall(TorchFunctionMode):
             hook_log.debug("%s.__call__ end", intercepted.path or "<root>")
         return output
 
+    @border
     def _module(self, intercepted: InterceptedForward, state: AutoQuantizationState, args: tuple, kwargs: dict) -> Any:
         count = self.counts.get(id(state), 0)
         self.counts[id(state)] = count + 1
@@ -305,8 +302,10 @@ class RunCall(TorchFunctionMode):
         try:
             if intercepted.row is not None:
                 output = self._leaf(intercepted, args, kwargs)
+            elif intercepted.previous is not None:
+                output = intercepted.previous(*args, **kwargs)
             else:
-                output = intercepted.original(*args, **kwargs)
+                output = type(intercepted.module).forward(intercepted.module, *args, **kwargs)
             self.frame.finish()
             return output
         finally:
@@ -369,10 +368,13 @@ class RunCall(TorchFunctionMode):
             return tree_map(plain, hook.module(self, intercepted, args, kwargs))
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in QUESTIONS:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or _NO_KWARGS
-        if func in DECOMPOSABLE and (parts := decomposed(func, args, kwargs)) is not None:
-            with self:
-                return parts(*args, **kwargs)
+        if func in DECOMPOSABLE:
+            output = self._composed(func, args, kwargs)
+            if output is not NOT_RUN:
+                return output
         spelling = FUNCTIONS.get(func)
         if spelling is None:
             return self._other(func, args, kwargs)
@@ -396,91 +398,33 @@ class RunCall(TorchFunctionMode):
             hook_log.debug("%s::%s.__torch_function__ end", frame.state.path or "<root>", row.name)
         return output if self.log is None else self._logged(hook, output)
 
+    def _composed(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """A function that is made of ops of the table; ``NOT_RUN`` for others."""
+        frame = self.frame
+        assert frame is not None
+        hooks, index = frame.hooks, frame.index
+        hook = hooks[index] if index < len(hooks) and not self.slow else None
+        if hook is not None and (known := hook.products.get(func)) is not None:
+            given = known.as_linear(args, kwargs)
+            if given is not None and hook.fits(given if len(given) == 3 else (*given, None)):
+                frame.index = index + 1
+                return hook.function(self, F.linear, FUNCTIONS[F.linear], given, _NO_KWARGS)
+        parts = decomposed(func, args, kwargs)
+        if parts is None:
+            return NOT_RUN
+        with self:
+            output = parts(*args, **kwargs)
+        if hook is not None and frame.hooks is hooks and frame.index == index + 1 and not hook.deep:
+            known = Product.of(func, args)
+            if known is not None:
+                hook.products[func] = known
+        return output
+
     def _logged(self, hook: Hook, output: Any) -> Any:
         if not (isinstance(output, Int8Tensor) and output.deferred_ is not None):  # inside a fusion there is no value
             assert self.log is not None
             self.log(hook.op, output)
         return output
-
-    def _pass(self, func: Callable, row: OpRow, args: tuple, kwargs: dict) -> Any:
-        """An op that moves elements: whoever made them made what it gives."""
-        subject = args[0] if args else kwargs.get("input")
-        if not isinstance(subject, Tensor) or mutates(func):
-            return self._other(func, args, kwargs)
-        if isinstance(subject, Lazy):
-            moved = views.move(func, row, subject, args, kwargs)
-            if moved is not None:
-                return moved
-        tag = self.tag_of(subject)
-        if isinstance(subject, Int8Tensor):
-            output = outside.call(func, args, kwargs, self.provenance)
-        else:
-            output = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        if tag is not None:
-            for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
-                if type(leaf) is Tensor and leaf is not subject:
-                    self.provenance.set_tag(leaf, tag)
-        return output
-
-    # Argument dequant hooks
-
-    def _other(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if not reads_values(func):
-            if func.__name__ in outside.HANDS_OUT and isinstance(args[0], Int8Tensor):
-                return outside.call(func, args, kwargs, self.provenance)
-            return func(*args, **kwargs)
-        written = target_of(func, args, kwargs)
-        if written is not None:
-            output = self.run_float(func, args, kwargs, mutates(func))
-            if type(written) is Tensor:
-                self.provenance.set_tag_of_any(written, function_name(func))
-            elif isinstance(written, Int8Tensor):
-                written.tag_ = function_name(func)
-            return output
-        given = args
-        if kwargs.get("out") is not None or not is_pure(func):
-            output = outside.call(func, args, kwargs, self.provenance)
-        else:
-            if any(isinstance(a, (Lazy, list, tuple)) for a in args):
-                args = tree_map(plain, args)
-            if kwargs:
-                kwargs = tree_map(plain, kwargs)
-            output = func(*args, **kwargs)
-        if type(output) is Tensor:
-            self._tag_new(func, output, given)
-        elif isinstance(output, (tuple, list)):
-            for leaf in output:
-                if type(leaf) is Tensor:
-                    self._tag_new(func, leaf, given)
-        return output
-
-    def _tag_new(self, func: Callable, output: Tensor, given: tuple) -> None:
-        """Say who made a value; some functions return what they were given."""
-        provenance = self.provenance
-        if provenance.tag(output) is None and not any(output is a for a in given):
-            unsure = self.strays and any(isinstance(a, Tensor) and self.tag_of(a) == UNSURE for a in given)
-            tag = UNSURE if unsure else function_name(func)
-            if type(func) is _Getter:  # x.grad, x._base: tensors that were there before
-                provenance.set_tag_of_any(output, tag)
-            else:
-                provenance.set_tag(output, tag)
-
-    def run_float(self, func: Callable, args: tuple, kwargs: dict, inplace: bool) -> Any:
-        """``func`` on plain tensors; an int8 value that it writes to takes the new value."""
-        target = kwargs.get("out")
-        if target is None and inplace and args:
-            target = args[0]
-        if not isinstance(target, Int8Tensor):
-            if isinstance(target, Int8Weight):
-                target.refuse_write(function_name(func))
-            if target is not None:
-                self.provenance.written(target)
-            return func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        value = target.float_value().clone()
-        args, kwargs = tree_map(lambda leaf: value if leaf is target else plain(leaf), (args, dict(kwargs)))
-        func(*args, **kwargs)
-        target.become(value)
-        return target
 
     def computed(self, path: str, name: str, value: Tensor) -> None:
         """Parametrizations are baked at conversion; those that are left make values like any other."""
@@ -489,17 +433,3 @@ class RunCall(TorchFunctionMode):
         """Call a hook that only looks; it sees float values."""
         with without_function_modes():
             look(hook, module, path, tree_map(shown, args))
-
-    def follows(self, value: Tensor) -> bool:
-        """Whether forward has torch follow ``value``, to differentiate what is made of it, or to compute it in vmap."""
-        if value.requires_grad and torch.is_grad_enabled():
-            return True
-        return self.transforms != (transform_level(), dual_level())
-
-    def tag_of(self, value: Tensor) -> Tag:
-        """Who made ``value``."""
-        if type(value) is Int8Tensor:
-            if value.is_changed():
-                return UNSURE
-            return value.tag_ if value.deferred_ is None else value.deferred_.tag(value.stage_)
-        return self.provenance.tag(value)

@@ -97,7 +97,12 @@ class OpRow:
         any_ = self.role is Role.ELEMENTWISE  # whose operands may be numbers
         return tuple(i for i, name in enumerate(self.names) if any_ or name not in _NO_SETTINGS)
 
-    @property
+    @functools.cached_property
+    def inplace_at(self) -> int | None:
+        """The position of its parameter ``inplace``."""
+        return self.names.index("inplace") if "inplace" in self.names else None
+
+    @functools.cached_property
     def takes_list(self) -> bool:
         """Whether its first parameter is a list of tensors."""
         return self.name in ("cat", "stack")
@@ -124,10 +129,19 @@ class Spelling:
         names = self.row.names
         return [self.defaults.get(n) for n in names] if self.names == names else None
 
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Arguments as a list in the row's own order, defaults filled in."""
-        if not kwargs and self._tail is not None:
-            return [*args, *self._tail[len(args) :]]
+        if self._tail is not None and (not kwargs or len(args) <= len(self._tail)):
+            bound = [*args, *self._tail[len(args) :]]
+            for name, value in kwargs.items():
+                place = self._places.get(name)
+                if place is not None or (place := self._places.get(_ALIASES.get(name, name))) is not None:
+                    bound[place] = value
+            return bound
         values = {**self.defaults, **dict(zip(self.names, args, strict=False))}
         for name, value in kwargs.items():
             values[name if name in self.names else _ALIASES.get(name, name)] = value
@@ -455,7 +469,7 @@ def is_torch_leaf(module: nn.Module) -> bool:
 
 def asks_inplace(row: OpRow, bound: Sequence[Any]) -> bool:
     """Whether the arguments of a call say ``inplace=True``."""
-    return "inplace" in row.names and bool(bound[row.names.index("inplace")])
+    return row.inplace_at is not None and bool(bound[row.inplace_at])
 
 
 def drops(row: OpRow, bound: Sequence[Any]) -> bool:

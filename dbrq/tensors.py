@@ -51,11 +51,11 @@ class Provenance:
 
     def tag(self, tensor: Tensor) -> Tag:
         """Who made ``tensor``; None for what came from outside of the call and was not given to it."""
-        known = self._foreign.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
         made = tensor.__dict__.get(_MADE)
-        return made[1] if made is not None and made[0] is self._stamp else None
+        if made is not None and made[0] is self._stamp:  # then it is none of the others
+            return made[1]
+        known = self._foreign.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def set_tag(self, tensor: Tensor, tag: Tag) -> None:
         """Note who made ``tensor``: a new one, or one that this knows to come from outside."""
@@ -455,6 +455,22 @@ def unmarked(value: Any) -> Any:
 def plain(value: Any) -> Any:
     """``value``, or its float tensor if it is one of ours."""
     return value.float_value() if isinstance(value, Lazy) else value
+
+
+#: Classes of what an op may be given that is none of ours and holds none of ours.
+_OTHERS = frozenset({
+    Tensor, nn.Parameter, int, float, bool, str, slice, type(None), type(...), torch.Size, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether ``plain`` is sure to leave each of ``values``, and what is in them, as it is."""
+    for value in values:
+        cls = type(value)
+        if cls not in _OTHERS and not ((cls is tuple or cls is list) and _OTHERS.issuperset(map(type, value))):
+            return False
+    return True
 
 
 def version_of(tensor: Tensor) -> int:

@@ -69,8 +69,7 @@ class ComputePlan(Plan):
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
 
     def fits(self, bound: Sequence[Any]) -> bool:
-        settings = tuple(map(constant, bound[3:7]))
-        if settings != self.op.constants[3:7]:
+        if self.row.ndim and tuple(map(constant, bound[3:7])) != self.op.constants[3:7]:
             return False
         if not self._is_bias(bound[2]):
             return False
@@ -114,6 +113,11 @@ class ComputePlan(Plan):
         with without_function_modes():
             return self.run(call, args)
 
+    def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
+        if kwargs.get("out") is not None:
+            return super().function(call, func, spelling, args, kwargs)
+        return self.run(call, spelling.bind(args, kwargs))  # ``fits`` has seen to its settings
+
     def run(self, call: Run, bound: Sequence[Any]) -> Any:
         x = bound[0]
         found = self.read_int8(call, x, 0)
@@ -122,6 +126,8 @@ class ComputePlan(Plan):
         q, qparams = found
         if type(x) is Int8Tensor and not call.unsure:
             self._tags.add(x.tag_)
+        if not self.steps and not call.unsure and (usual := self._usual.get(q.shape)) is not None:
+            return self._result(q, qparams, usual)
         if (self.row.ndim and q.dim() != self.row.ndim + 2) or not q.numel():
             return self._unusual((q, qparams), call, bound)
         if self.op.pad is not None:
@@ -212,11 +218,13 @@ class ComputePlan(Plan):
         post_op = self._post_ops.get(stage)
         if post_op is None:
             post_op = self._post_ops[stage] = self._post_op(stage)
-        if out is not None and isinstance(packed, PackedConv):
+        result = packed(q, qparams, post_op, out)
+        if out is None and self.contiguous and (laid_out := row_major(result)) is not result:
+            return laid_out
+        if out is not None or isinstance(packed, PackedLinear):
             ready = packed.bind(q.shape, qparams, post_op, out)
             self._keep_bound((q.shape, stage), (packed, qparams, None, out, ready))
-        result = packed(q, qparams, post_op, out)
-        return result if out is not None or not self.contiguous else row_major(result)
+        return result
 
     def prove(self) -> None:
         token = self.state.token

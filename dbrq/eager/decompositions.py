@@ -161,6 +161,37 @@ def decomposed(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     return None
 
 
+class Product:
+    """A product with an int8 weight, which was found to be some linear layer, and is known again by identity.
+
+    Attributes:
+        weight, bias: as they are given.
+        turned: the weight as ``F.linear`` takes it.
+    """
+
+    __slots__ = ("bias", "turned", "weight")
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.turned = weight, bias, weight.t()
+
+    @classmethod
+    def of(cls, func: Callable, args: tuple) -> Product | None:
+        """That of a call for which ``decomposed`` has an answer; None where the weight is another object each time."""
+        if func not in _ADDMM and func not in _MATMUL:
+            return None
+        weight = args[-1]
+        held = isinstance(weight, Int8Weight) and weight.is_whole
+        return cls(weight, args[0] if func in _ADDMM else None) if held else None
+
+    def as_linear(self, args: tuple, kwargs: dict) -> tuple | None:
+        """The arguments of ``F.linear`` for a call of the same function; None if that has other weights."""
+        if kwargs or args[-1] is not self.weight or len(args) != (2 if self.bias is None else 3):
+            return None
+        if self.bias is None:
+            return args[0], self.turned
+        return (args[1], self.turned, self.bias) if args[0] is self.bias else None
+
+
 _ADDMM = frozenset({torch.addmm, torch.Tensor.addmm})
 _MATMUL = frozenset({torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__})
 #: Functions that ``decomposed`` may have an answer for.

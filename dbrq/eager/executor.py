@@ -18,9 +18,10 @@ from ..kernels import QParams, dynamic_qparams, quantize, together
 from ..mappings import Role, Spelling, asks_inplace
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import Spot
-from ..record.record import Read, SeenOp, Tag, is_number
+from ..record.record import Read, Record, SeenOp, Tag, is_number
 from ..tensors import UNSURE, Int8Tensor, plain, set_tag
 from .arguments import bind_leaf, constant, settings
+from .decompositions import Product
 from .float_reference import run_float
 from .interfaces import Leaf, Run, State
 
@@ -41,6 +42,14 @@ _NOT_SETTINGS = ("training",)
 _NEVER = object()
 
 
+def is_shared(read: Read, record: Record) -> bool:
+    """Whether others may read the same value as int8, so that its integers are worth keeping."""
+    if isinstance(read.value, tuple):
+        return True
+    readers = record.values[read.value].readers
+    return sum(r.value == read.value for op in readers for r in op.decision.reads) != 1
+
+
 class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
@@ -50,11 +59,16 @@ class Plan:
         self.tag = op.result.tag
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
+        self._shared = [is_shared(read, state.token.record) for read in self.reads]
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
+        self.products: dict[Callable, Product] = {}
         self._held: list[tuple[dict, str, Any]] | None = None  # what a leaf module has and was recorded with
         self._recorded = [(i, op.constants[i]) for i in op.row.settings if i < len(op.constants)]
-        self._takes_any = op.row.role is Role.ELEMENTWISE
+        self._in_float = op.decision.precision == "float"
+        self._takes_tensors = op.row.role is not Role.ACTIVATION  # of whose bounds a tensor is a setting of its own
+        self._accepted: dict[int, Any] = {}  # position -> a setting that was found to be right
+        self._usual_call: tuple | None = None  # arguments known to be right in float, ``Tensor`` for tensors
         self._edges: dict[tuple[int, Tag], QParams | None] = {}
         values = state.token.record.values
         self._slots = sorted(op.slots())
@@ -109,11 +123,20 @@ class Plan:
         """Whether a function got settings that it was recorded with, so that its results are within their ranges."""
         for i, recorded in self._recorded:
             value = bound[i]
-            if value is recorded or (type(value) in (int, float) and value == recorded):
+            if value is recorded:
                 continue
-            if not (self._takes_any and recorded is None and isinstance(value, Tensor)):
-                given = settings(self.row, bound)
-                return all(self._was_seen(i, given[i]) for i, _ in self._recorded) or self._has_no_range()
+            cls = type(value)
+            if (cls is int or cls is float) and value == recorded:
+                continue
+            if recorded is None and self._takes_tensors and isinstance(value, Tensor):
+                continue
+            if cls is tuple and value is self._accepted.get(i):
+                continue
+            given = settings(self.row, bound)
+            if not all(self._was_seen(i, given[i]) for i, _ in self._recorded):
+                return self._has_no_range()
+            self._accepted = {i: bound[i] for i, _ in self._recorded if given[i] is not None}
+            return True
         return True
 
     def _has_no_range(self) -> bool:
@@ -208,9 +231,12 @@ class Plan:
         values = bound[0] if self.row.takes_list else bound
         for slot in self._slots:
             x = values[slot] if slot < len(values) else None
-            if not isinstance(x, Tensor) or (self._makers.get(call.tag_of(x)) and not self.any_time):
+            if not isinstance(x, Tensor):
                 continue
-            if x.is_floating_point() and (self.any_time or not self.expects(call.tag_of(x))):
+            tag = call.tag_of(x)
+            if self._makers.get(tag) and not self.any_time:
+                continue
+            if x.is_floating_point() and (self.any_time or not self.expects(tag)):
                 call.unsure = call.strays = True
 
     # The two ways an op is spelled
@@ -224,7 +250,7 @@ class Plan:
         if not self.keeps_settings(leaf):
             return call.unrecorded_leaf(leaf, args, kwargs)
         with without_function_modes():
-            if self.op.decision.precision == "float":
+            if self._in_float:
                 self._note_origins(call, args[:1])
                 if self.op.inplace and args:
                     call.provenance.written(args[0])
@@ -234,20 +260,46 @@ class Plan:
 
     def function(self, call: Run, func: Callable, spelling: Spelling, args: tuple, kwargs: dict) -> Any:
         """The op as a function, method or operator."""
+        if self._usual_call is not None and not kwargs and self._is_usual(call, args):
+            return self.float_result(call, func(*args))
         bound = spelling.bind(args, kwargs)
         other = not self.has_settings(bound) and not self.any_time  # of those, no range is known anyway
         numbers = other and self._differ_in_numbers(bound)
         if other and not numbers:
             self._other_settings(call, bound)
-        if other or self.op.decision.precision == "float" or kwargs.get("out") is not None:
+        if other or self._in_float or kwargs.get("out") is not None:
             self._note_origins(call, bound)
             inplace = spelling.inplace or asks_inplace(spelling.row, bound)
             output = call.run_float(func, args, kwargs, inplace)
             if numbers and not self._is_in_range(output):
                 self._other_settings(call, bound)
+            elif not (other or inplace or kwargs or self.any_time):
+                self._keep_usual(args)
             return self.float_result(call, output)
         inplace = spelling.inplace or (self.op.inplace and asks_inplace(spelling.row, bound))
         return self._finish(call, bound[0], self.run(call, bound), inplace)
+
+    def _keep_usual(self, args: tuple) -> None:
+        """Know a call of a float op again that has these numbers: its settings were found to be right."""
+        tensors = [i for i, value in enumerate(args) if type(value) is Tensor]
+        if self.row.takes_list or not set(tensors) <= set(self._slots):
+            return
+        if all(value is None or type(value) in (bool, int, float, str) for value in args if type(value) is not Tensor):
+            self._usual_call = tuple(Tensor if i in tensors else value for i, value in enumerate(args))
+
+    def _is_usual(self, call: Run, args: tuple) -> bool:
+        """Whether a float op has such numbers, and reads tensors of makers that it was recorded with."""
+        usual = self._usual_call
+        if usual is None or len(args) != len(usual):
+            return False
+        tag, makers = call.provenance.tag, self._makers
+        for value, known in zip(args, usual, strict=True):
+            if known is Tensor:
+                if type(value) is not Tensor or not makers.get(tag(value)):
+                    return False
+            elif value is not known and (type(value) is not type(known) or value != known):
+                return False
+        return True
 
     def run(self, call: Run, bound: list[Any]) -> Any:
         """The op on arguments in the row's order; int8 or float, never in place."""
@@ -287,11 +339,12 @@ class Plan:
             if not x.numel():
                 return None
             qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
-        q = call.provenance.int8(x, qparams)
+        q = call.provenance.int8(x, qparams) if self._shared[number] else None
         if q is None:
             self.require_float32(x)
-            q = quantize(x.detach(), qparams)
-            call.provenance.keep_int8(x, qparams, q)
+            q = quantize(x.detach() if x.requires_grad else x, qparams)
+            if self._shared[number]:
+                call.provenance.keep_int8(x, qparams, q)
         return q, qparams
 
     def is_followed(self, call: Run, x: Tensor) -> bool:
@@ -356,6 +409,9 @@ class Plan:
     def float_result(self, call: Run, output: Any) -> Any:
         """A result that stays float, tagged."""
         if not call.unsure:
+            if type(output) is Tensor:
+                call.provenance.set_tag(output, self.tag)
+                return output
             return self._tagged(output)
         call.unsure = False
         for leaf in tree_leaves(output):

@@ -107,6 +107,7 @@ class Hook(Protocol):
         deep: whether that takes the whole chain of calls to tell.
         sited: for a leaf module, whether it is called on several lines.
         any_time: whether it stands for an op at times when it was never seen.
+        products: functions that are products with a weight -> how they came to this op (``decompositions.Product``).
     """
 
     op: SeenOp
@@ -118,6 +119,7 @@ class Hook(Protocol):
     deep: bool
     sited: bool
     any_time: bool
+    products: dict[Callable, Any]
 
     def leaf(self, call: Run, leaf: Leaf, x: Any) -> Any: ...
 

@@ -6,19 +6,51 @@ value that was written to, or whose memory somebody else has now, is a float val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from ..mappings import function_name
-from ..op_facts import memory_of
+from ..op_facts import is_pure, memory_of, mutates, reads_values
 from ..pytree import tree_leaves, tree_map
 from ..tensors import Int8Tensor, Int8Weight, Lazy, Provenance, Versions, plain
 
 #: What gives the memory of a tensor to code that torch does not see.
 HANDS_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"})
+
+
+def _questions() -> Iterator[Callable]:
+    for name in dir(torch.Tensor):
+        found = inspect.getattr_static(torch.Tensor, name)
+        if isinstance(found, types.GetSetDescriptorType):
+            found = found.__get__
+        elif not isinstance(found, types.MethodDescriptorType):
+            continue
+        if name not in HANDS_OUT and not reads_values(found):
+            yield found
+
+
+#: Methods and attributes of tensors that tell shape, dtype and the like: nothing is to be done about them.
+QUESTIONS = frozenset(_questions())
+#: Functions of torch's Python that write to nothing and return nothing that they were given.
+_PURE_IN_PYTHON = frozenset({F.layer_norm, F.group_norm, F.softmax, F.log_softmax, Tensor.__contains__})
+
+
+@functools.lru_cache(maxsize=4096)
+def only_computes(func: Callable) -> bool:
+    """Whether all that ``func`` does, where it is given no ``out``, is to make new tensors of what it is given.
+
+    >>> only_computes(torch.add), only_computes(torch.nn.functional.layer_norm), only_computes(torch.Tensor.add_)
+    (True, True, False)
+    """
+    return func in _PURE_IN_PYTHON or (is_pure(func) and reads_values(func) and not mutates(func))
 
 
 def call(func: Callable, args: tuple, kwargs: dict, provenance: Provenance) -> Any:

@@ -144,8 +144,12 @@ class Frame:
         index = self.index
         if index < len(self.hooks):
             hook = self.hooks[index]
-            takes = hook.row is row and hook.module_path is None and self._here(hook)
-            if takes and (bound is None or hook.fits(bound)):
+            if (
+                hook.row is row
+                and hook.module_path is None
+                and (chain_of_spots() if hook.deep else spot()) in hook.spots
+                and (bound is None or hook.fits(bound))
+            ):
                 self.index = index + 1
                 return hook
         found = self._branch(self.state.places_of_function(row, bound))

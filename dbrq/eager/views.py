@@ -36,15 +36,17 @@ def makes_elements(func: Callable, row: OpRow, args: tuple, kwargs: dict) -> boo
     """
     if row.name not in _MAKERS:
         return False
+    if row.name == "view":
+        return names_dtype(args, kwargs)
     bound = FUNCTIONS[func].bind(args, kwargs)
     if row.name == "pad":  # only zero is sure to be representable
         return bound[2] == "constant" and bool(bound[3])
-    return names_dtype(args, kwargs) if row.name == "view" else drops(row, bound)
+    return drops(row, bound)
 
 
 def names_dtype(args: Any, kwargs: Any) -> bool:
     """Whether a dtype is among the arguments: a ``view`` then sees the same bits as other numbers."""
-    return any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    return torch.dtype in map(type, args) or (bool(kwargs) and torch.dtype in map(type, kwargs.values()))
 
 
 def move(func: Callable, row: OpRow, subject: Lazy, args: tuple, kwargs: dict) -> Any:

@@ -44,6 +44,8 @@ def is_weight(tensor: Any, ref: ParameterRef, modules: dict[str, nn.Module]) -> 
             return False
         return tensor.geometry == ref.geometry or (ref.whole and tensor.is_whole)
     registered = module._parameters.get(ref.name, module._buffers.get(ref.name))
+    if registered is tensor and ref.whole and registered is not None:
+        return not registered.is_meta
     if registered is None or not isinstance(tensor, Tensor) or tensor.is_meta:
         return False
     same_memory = storage_id(tensor.untyped_storage()) == storage_id(registered.untyped_storage())

@@ -213,6 +213,29 @@ class PackedLinear(StockLinear):
             result.clamp_(out.quant_min, out.quant_max)
         return result if q.dim() > 1 else result.reshape(shape)
 
+    def bind(
+        self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """As ``PackedConv.bind``."""
+        self.output_shape(shape)
+        dtype = torch.float32 if out is None else torch.uint8
+        if len(shape) < 2 or (out is not None and out.quant_max != 255):
+            return None
+        if not self._is_right(shape.numel(), qparams, post_op, dtype, None):
+            return None
+        scale, zero = (1.0, 0) if out is None else (out.scale, out.zero_point)
+        arguments = (
+            qparams.scale, qparams.zero_point, self._packed, self.scale, self._zero_points, self.bias, scale, zero,
+            dtype, post_op.name, post_op.args, post_op.algorithm,
+        )  # fmt: skip
+
+        def run(q: Tensor) -> Tensor:
+            if q.shape != shape or q.dtype is not torch.uint8:
+                raise bad("linear", f"uint8 {tuple(shape)}", q)
+            return stock.qlinear(q.contiguous(), *arguments)
+
+        return run
+
     def prove(
         self, shape: torch.Size, qparams: QParams, post_op: PostOp, out: QParams | None, summed: QParams | bool = False
     ) -> None:

@@ -78,7 +78,7 @@ def quantize(x: Tensor, qparams: QParams) -> Tensor:
     shift, inverse, _ = qparams._constants
     shifted = torch.add(shift, x, alpha=inverse)
     shifted.clamp_(ROUND + qparams.quant_min, ROUND + qparams.quant_max)
-    return shifted.view(torch.int32).to(torch.uint8)
+    return shifted.view(torch.int32).byte()
 
 
 def dequantize(q: Tensor, qparams: QParams) -> Tensor:

@@ -72,9 +72,11 @@ def spot() -> Spot:
     """The innermost instruction of the user's code that runs now; () if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        kind = _kind(frame.f_code)
+        code = frame.f_code
+        known = _kinds.get(id(code))
+        kind = known[1] if known is not None else _kind(code)
         if kind == _USER:
-            return (id(frame.f_code), frame.f_lasti)  # the code is kept with its kind
+            return (id(code), frame.f_lasti)  # the code is kept with its kind
         if kind == _BORDER:
             break
         frame = frame.f_back
