@@ -26,6 +26,7 @@ from ..graph.difference import Difference
 from ..graph.nodes import is_impure
 from ..graph.signature import RestoringCodeGen
 from ..graph.trials import Trial, outcome, owned, seeded
+from ..pytree import tree_leaves
 from ..rewriter import Recording
 from .engine import is_weight
 from .lowered_model import LoweredModel, without_code
@@ -128,11 +129,24 @@ def _outcome(model: nn.Module, reference: Reference, trial: Trial) -> dict[str, 
             output = model(*inputs)
         if reference.returned is not None and not isinstance(model, LoweredModel):
             output = reference.returned(output)
-        return outcome(output, inputs if reference.writes else None, buffers)
+        return outcome(output, inputs if reference.writes or _changed(inputs, trial.inputs) else None, buffers)
     finally:
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in kept.items():
                 buffers[name].copy_(tensor)
+
+
+def _changed(inputs: tuple, given: tuple) -> bool:
+    """Whether a call wrote to its inputs: some of torch's kernels do, to add to what they are given."""
+    pairs = zip(tree_leaves(inputs), tree_leaves(given), strict=True)
+    return any(
+        isinstance(b, Tensor)
+        and b.layout is torch.strided
+        and not b.is_meta
+        and not torch.equal(a, b)
+        and not bool(b.isnan().any())
+        for a, b in pairs
+    )
 
 
 def _buffers(model: nn.Module, names: set[str]) -> dict[str, Tensor]:

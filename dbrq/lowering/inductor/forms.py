@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..._torch import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ...errors import KernelInputError
+from ...op_facts import AS_LAID_OUT, called, sources
 from ..lowered_model import number_key
+
+#: What gives a part of a container, or what it is given.
+_PARTS = frozenset({"getitem", "_unwrap_optional"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,26 @@ class Form:
         """Whether it takes inputs, of which ``key`` is what they would be compiled for."""
         differing = differing_sizes(key, self.key)
         return differing is not None and differing <= self.free and self.fits(flat)
+
+
+def added_inputs(graph: fx.Graph) -> list[bool]:
+    """For each placeholder, whether it, or a view of it, is a term of a sum: behind a layer Inductor has the kernel add
+    to that very memory, the caller's too.
+    """
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            roots[node] = frozenset((node,))
+            continue
+        given = [n for n in node.all_input_nodes if n in roots]
+        if called(node) in ("add", "add_", "iadd"):
+            found = found.union(*(roots[n] for n in given))
+        same = (
+            given if called(node) in _PARTS or called(node) in AS_LAID_OUT else [n for n in sources(node) if n in roots]
+        )
+        roots[node] = frozenset().union(*(roots[n] for n in same))
+    return [node in found for node in graph.find_nodes(op="placeholder")]
 
 
 def key_of(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ from .compiling import (
     take_used,
 )
 from .convolutions import FixedSizes, convolutions_of
-from .forms import Form, as_dense, differing_sizes, key_of
+from .forms import Form, added_inputs, as_dense, differing_sizes, key_of
 
 log = logging.getLogger("dbrq.lowering")
 
@@ -61,6 +61,7 @@ class InductorModel(LoweredModel):
         self._written = written_attributes(graph)
         self._writes = any(map(writes, graph.nodes))
         self._writes_to = written_inputs(graph)
+        self._added = added_inputs(graph)
         self._checks = [n for n in graph.nodes if n.target in (check_input, check_absent)]
 
     def _options(self) -> dict[str, Any]:
@@ -71,6 +72,8 @@ class InductorModel(LoweredModel):
     def plain(self, args: Sequence[Any]) -> Any:
         given = pytree.tree_leaves(tuple(map(plain_containers, args)))
         flat = [as_dense(leaf) for leaf in given]
+        if any(self._added):
+            flat = self._apart(args, flat)
         if self._writes and sharing(given):
             raise DeviationError(
                 "the graph writes to tensors, and inputs of this call share memory",
@@ -91,6 +94,14 @@ class InductorModel(LoweredModel):
             if isinstance(result, Tensor) and result.__dict__:  # torch's notes on sizes of its own
                 result.__dict__.clear()
         return pytree.tree_unflatten(results, form.output)
+
+    def _apart(self, args: Sequence[Any], flat: list[Any]) -> list[Any]:
+        """The leaves of the inputs, copied where a kernel may take them for its accumulator."""
+        added = [a for arg, a in zip(args, self._added, strict=True) for _ in pytree.tree_leaves(plain_containers(arg))]
+        return [
+            leaf.clone() if apart and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for leaf, apart in zip(flat, added, strict=True)
+        ]
 
     def _form(self, key: tuple, args: Sequence[Any], flat: Sequence[Any]) -> Form:
         """The form for inputs such as have not come before."""

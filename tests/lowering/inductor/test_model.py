@@ -55,7 +55,7 @@ def test_one_is_a_size_of_its_own(small):
 
 def test_the_oldest_form_goes_first(small):
     quantized, model = small[0], copy.deepcopy(small[1])
-    model.max_forms = 1
+    dbrq.lowered_form(model).max_forms = 1
     for batch in (2, 3, 2):
         assert_same(model, quantized, torch.randn(batch, 3, 8, 8))
         assert len(dbrq.lowered_form(model).forms) == 1
@@ -218,7 +218,7 @@ def test_cpp_wrapper():
     )
     for shape in ((4, 5, 16), (2, 7, 16), (6, 3, 16)):
         assert_same(model, quantized, torch.randn(shape))
-    assert len(dbrq.lowered_form(model).forms) == 2 and copy.deepcopy(model).cpp_wrapper
+    assert len(dbrq.lowered_form(model).forms) == 2 and dbrq.lowered_form(copy.deepcopy(model)).cpp_wrapper
 
 
 def test_dynamic_quantization():
