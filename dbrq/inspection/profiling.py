@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ConfigurationError
 from ..hidden_state import lowered_of, state_of
-from ..lowering.lowered_model import LoweredModel, without_code
+from ..lowering.lowered_model import LoweredModel
 from ..lowering.onednn import OneDNNModel
 from ..pytree import copied_inputs
 from .rows import lowered_report
@@ -70,14 +69,16 @@ def profile(model: nn.Module, *inputs: Any, repeats: int = 20, **kwargs: Any) ->
 @contextlib.contextmanager
 def _state_kept(lowered: nn.Module) -> Iterator[None]:
     """What calls write to is what it was, afterwards."""
-    held = without_code(lowered) if isinstance(lowered, LoweredModel) else lowered
-    names = lowered._written if isinstance(lowered, LoweredModel) else dict(lowered.named_buffers())
-    kept = {name: operator.attrgetter(name)(held).clone() for name in names}
+    runs = lowered_of(lowered)
+    graphs = [lowered] if isinstance(lowered, LoweredModel) else [] if runs is None else runs.models
+    kept: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for graph in graphs for tensor in graph.state()]
+    if not graphs:  # of TorchScript, whose buffers are its state
+        kept = [(tensor, tensor.clone()) for _, tensor in lowered.named_buffers()]
     try:
         yield
     finally:
-        for name, tensor in kept.items():
-            operator.attrgetter(name)(held).copy_(tensor)
+        for tensor, before in kept:
+            tensor.copy_(before)
 
 
 def _torch_times(model: nn.Module, inputs: tuple, kwargs: dict, repeats: int) -> list[tuple]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import version
 from ..auto_trace import NOT_RUN, InterceptedForward, active
 from ..calibration.session import token_of, working_copy
 from ..calibration.surgery import copied
@@ -29,6 +28,7 @@ from ..hidden_state import lowered_of, state_of
 from ..progress import Stages
 from ..pytree import call_arguments, tree_leaves
 from ..rewriter import record, where_paths_part
+from ..tensors import version_of
 from .backends import Target
 from .lowered_model import LoweredModel
 from .onednn import OneDNNModel
@@ -297,11 +297,11 @@ class Whole(InPlace):
         call = Call.of(self._names, args, kwargs)
         graphs = self.graphs.get(call.shape, ())
         for graph in list(graphs):
-            versions = [version(leaf) for leaf in call.apart.leaves if isinstance(leaf, Tensor)]
+            versions = _versions(call)
             try:
                 return graph(call)
             except ERRORS_OF_CODE as error:
-                if is_bug(error) or versions != [version(x) for x in call.apart.leaves if isinstance(x, Tensor)]:
+                if is_bug(error) or versions != _versions(call):
                     raise  # else forward decided otherwise than for this graph, before it changed anything
         with self._lock:
             if len(self.graphs.get(call.shape, ())) > len(graphs):  # another thread made one
@@ -376,3 +376,8 @@ class Whole(InPlace):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
+
+
+def _versions(call: Call) -> list[Any]:
+    """What tells whether a call has written to the tensors that it was given."""
+    return [version_of(leaf) for leaf in call.apart.leaves if isinstance(leaf, Tensor)]

@@ -191,6 +191,10 @@ class LoweredModel(Held):
         self._restore(kept)
         return result
 
+    def state(self) -> list[Tensor]:
+        """The tensors that calls write to."""
+        return [operator.attrgetter(path)(without_code(self)) for path in self._written]
+
     def _written_tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors that calls write to."""
         held = without_code(self)  # a buffer may be called as a method of this class is
