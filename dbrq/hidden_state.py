@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .eager.weights import check_weights
@@ -75,21 +76,31 @@ def _named_modules(
 
 
 def _apply_to_tensors(module: nn.Module, previous: Callable | None, fn: Callable, recurse: bool = True) -> nn.Module:
-    changed = False
+    state, changed = state_of(module), False
+    if state.whole is not None and recurse:
+        state.whole.check_move(fn)  # what was made of the tensors holds what they were, and where
+        return module
 
     def noting(tensor: Tensor) -> Tensor:
         nonlocal changed
-        before = version_of(tensor)
+        before = version_of(tensor), _address(tensor)
         result = fn(tensor)
-        changed = changed or result is not tensor or version_of(tensor) != before
+        changed = changed or result is not tensor or (version_of(tensor), _address(tensor)) != before
         return result
 
     map_tensors(module, previous, noting, recurse)
     if recurse:
-        state_of(module)._apply(_keeping_dtypes(noting))
+        state._apply(_keeping_dtypes(noting))
         if changed:  # else what was packed and lowered stays: much code says ``.to(device)`` or ``.float()`` to be sure
-            state_of(module).refresh()
+            state.refresh()
+            if (root := state.token.states.get("")) is not None:
+                root.whole = None
     return module
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor lies, as far as it lies in memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 def _keeping_dtypes(fn: Callable) -> Callable:

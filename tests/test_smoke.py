@@ -120,7 +120,9 @@ def onnx(model, quantized, path):
 
 
 def profiles(model, quantized, path):
-    assert dbrq.profile(dbrq.lower(quantized, X), X, repeats=2).rows
+    lowered = dbrq.lower(quantized, X)
+    assert dbrq.profile(lowered, X, repeats=2).rows
+    assert dbrq.lowered_form(lowered) is lowered and dbrq.lowered_form(quantized) is None
 
 
 #: What each case is for.
@@ -133,7 +135,7 @@ CASES: dict[Callable, tuple[str, ...]] = {
     files: ("save", "load", "save_recipe", "load_recipe"),
     graphs: ("rewrite", "export"),
     onnx: ("export_onnx",),
-    profiles: ("profile",),
+    profiles: ("profile", "lowered_form"),
 }
 
 

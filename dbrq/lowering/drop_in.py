@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import ERRORS_OF_CODE, QuantizationError, RewriteError, SeveralPat
 from ..graph.objects import Boundary, Call, Within, is_object, names_of
 from ..graph.signature import ObjectError
 from ..graph.trials import owned, random_state_kept_if_drawn
+from ..guards import check_move
 from ..hidden_state import lowered_of, state_of
 from ..progress import Stages
 from ..pytree import call_arguments, tree_leaves
@@ -120,7 +121,18 @@ def _at(model: nn.Module, path: str) -> Any:
 def lowered_form(model: nn.Module) -> nn.Module | None:
     """The graph that runs in place of a model's forward, for a look inside; None if there is none, or several.
 
-    Of onednn it has ``max_plans``, ``plans`` and ``stages()``, of inductor ``forms`` and ``code``.
+    Args:
+        model: what ``lower`` returned, or anything else.
+
+    Returns:
+        Of onednn a module with ``max_plans``, ``plans``, ``in_torch`` and ``stages()``, of inductor one with ``forms``,
+        ``code`` and ``calls()``, of torchscript ``model`` itself.
+
+    >>> import dbrq
+    >>> model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    >>> lowered = dbrq.lower(dbrq.quantize(model, [x]), x, backend="onednn")
+    >>> type(lowered), dbrq.lowered_form(lowered).max_plans
+    (<class 'torch.nn.modules.linear.Linear'>, 16)
     """
     if isinstance(model, (LoweredModel, torch.jit.ScriptModule)):
         return model
@@ -160,6 +172,10 @@ class InPlace:
     def dbrq_report(self) -> str:
         """What ``report`` says of it."""
         return self.models[0].dbrq_report
+
+    def check_move(self, fn: Callable) -> None:
+        """Raise if ``fn`` gives tensors another dtype or device."""
+        check_move(fn, "", "a lowered model", "lower again, with dtype=torch.bfloat16 perhaps")
 
     @property
     def words(self) -> str:
