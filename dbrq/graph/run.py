@@ -23,7 +23,7 @@ from ..eager.arguments import bind_leaf, has_float
 from ..eager.conv_linear import ComputePlan, asymmetric_padding
 from ..eager.decompositions import decomposed
 from ..eager.float_reference import run_float
-from ..eager.ops import EmbeddingPlan, RecurrentPlan
+from ..eager.ops import RecurrentPlan
 from ..eager.recurrent import recurrent_weights
 from ..eager.weights import norm_scale, norm_shift
 from ..errors import DeviationError, RewriteError
@@ -40,7 +40,7 @@ from ..tensors import Int8Weight
 from .nodes import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_ROWS, QUANTIZE, QUANTIZE_ROWS, leaves
 from .recorder import GraphRecorder
 from .signature import Inputs
-from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor, with_range_decided
+from .special import ARITHMETIC, GO_ON, SPECIAL, decided, has_tensor, int8_embedding, with_range_decided
 from .torchscript_form import holdable, name_of, scriptable
 
 _SAME = views.SAME | {"to", "clone", "detach", "data"}
@@ -282,7 +282,7 @@ class GraphRun(RunCall):
             if decision.member_of is not None:
                 return self._member(hook, bound)
             if row.role is Role.EMBEDDING:
-                return self._write(hook, self._embedding(hook, bound))
+                return self._write(hook, int8_embedding(self.recorder, hook, bound))
             if row.role is Role.COMPUTE and row.name != "matmul":
                 return self._compute(hook, bound)
             values = list(bound[0]) if row.takes_list else bound
@@ -405,37 +405,6 @@ class GraphRun(RunCall):
     def _continues(self, x: Any, expected: int) -> bool:
         known = self.recorder.known(x)
         return known is not None and known.value == expected
-
-    def _embedding(self, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
-        """Rows are looked up as int8, then scaled."""
-        name, ref = hook.name, hook.op.weight
-        assert ref is not None
-        prefix = f"{ref.path}.{name}".lstrip(".")
-        held = {s: hook.owner._buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
-        for suffix, tensor in held.items():
-            if tensor is not None:
-                self.recorder.name(tensor, f"{prefix}_{suffix}")
-        int8, scale, zero_point = held.values()
-        assert int8 is not None and scale is not None
-
-        def rows(index: Tensor) -> Tensor:
-            found = F.embedding(index, int8).to(torch.float32)
-            if zero_point is not None:
-                found = found - (zero_point if hook.axis is None else zero_point[index].unsqueeze(-1))
-            return found * (scale if hook.axis is None else scale[index].unsqueeze(-1))
-
-        index = bound[0]
-        if hook.row.name == "embedding":
-            return rows(index)
-        found = rows(index.flatten())
-        places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
-        padding = None
-        if bound[10] is not None:  # padding entries all look at one row more, which counts as padding
-            found = torch.cat([found, torch.zeros(1, int8.shape[1])])
-            places, padding = places.masked_fill(index == bound[10], index.numel()), -1
-        return F.embedding_bag(
-            places, found, bound[2], None, float(bound[4]), False, bound[6], False, bound[8], bound[9], padding
-        )
 
     def _recurrent(self, hook: RecurrentPlan, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         """A dynamically quantized LSTM, GRU, RNN or cell: one submodule of the graph, since it loops over its steps."""

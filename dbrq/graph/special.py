@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..eager.ops import EmbeddingPlan
 from ..errors import RewriteError
 from ..mappings import Role
 from ..pytree import tree_leaves, tree_map
@@ -280,3 +282,35 @@ SPECIAL: dict[str, Callable[[GraphRecorder, Callable, tuple, dict], Any]] = {
     "requires_grad_": _same, "__deepcopy__": _deepcopy, "new_tensor": _new_tensor, "__setitem__": _setitem,
     "__set__": _out_of_reach, "set_": _out_of_reach, "resize_": _out_of_reach,
 }  # fmt: skip
+
+
+def int8_embedding(recorder: GraphRecorder, hook: EmbeddingPlan, bound: list[Any]) -> Tensor:
+    """Rows are looked up as int8, then scaled."""
+    name, ref = hook.name, hook.op.weight
+    assert ref is not None
+    prefix = f"{ref.path}.{name}".lstrip(".")
+    held = {s: hook.owner._buffers.get(f"{name}_{s}") for s in ("int8", "scale", "zero_point")}
+    for suffix, tensor in held.items():
+        if tensor is not None:
+            recorder.name(tensor, f"{prefix}_{suffix}")
+    int8, scale, zero_point = held.values()
+    assert int8 is not None and scale is not None
+
+    def rows(index: Tensor) -> Tensor:
+        found = F.embedding(index, int8).to(torch.float32)
+        if zero_point is not None:
+            found = found - (zero_point if hook.axis is None else zero_point[index].unsqueeze(-1))
+        return found * (scale if hook.axis is None else scale[index].unsqueeze(-1))
+
+    index = bound[0]
+    if hook.row.name == "embedding":
+        return rows(index)
+    found = rows(index.flatten())
+    places = torch.arange(index.numel(), dtype=index.dtype).reshape(index.shape)
+    padding = None
+    if bound[10] is not None:  # padding entries all look at one row more, which counts as padding
+        found = torch.cat([found, torch.zeros(1, int8.shape[1])])
+        places, padding = places.masked_fill(index == bound[10], index.numel()), -1
+    return F.embedding_bag(
+        places, found, bound[2], None, float(bound[4]), False, bound[6], False, bound[8], bound[9], padding
+    )
