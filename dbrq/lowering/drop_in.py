@@ -1,7 +1,7 @@
-"""What ``lower`` returns for models whose calls take or give objects: the model itself, of its own class, whose
-forward runs lowered.
+"""What ``lower`` returns for backends that run from Python: the model itself, of its own class, whose forward runs
+lowered.
 
-A graph is recorded for calls of one shape (graph/objects.py): which objects there are, and what in them is no tensor.
+Where calls take or give objects, a graph is recorded for calls of one shape (graph/objects.py): which objects there are, and what in them is no tensor.
 A decoder that fills an empty cache and one that adds to it are two graphs. The one that the example takes is made by
 ``lower``; others when they are first needed, as plans are for new shapes of tensors.
 """
@@ -161,6 +161,7 @@ class InPlace:
     def __init__(self, target: Target, model: nn.Module) -> None:
         self.target = target
         self._watched: Watched | None = None
+        self._lock = threading.RLock()
         self.watch(model)
 
     @property
@@ -207,7 +208,9 @@ class InPlace:
 
     def __call__(self, intercepted: InterceptedForward, args: tuple, kwargs: dict) -> Any:
         if self._watched is None:
-            self.watch(intercepted.module)
+            with self._lock:
+                if self._watched is None:
+                    self.watch(intercepted.module)
         elif not self._watched.unchanged():
             intercepted.state.whole = None  # type: ignore[union-attr]  # the root has one
             warnings.warn(
@@ -219,7 +222,10 @@ class InPlace:
         return self.run(intercepted, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": None}
+        return {**self.__dict__, "_watched": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
 
 class Straight(InPlace):
@@ -300,7 +306,6 @@ class Whole(InPlace):
         self.graphs: dict[tuple, list[Graph]] = {}
         self._names: tuple[str, ...] | None = None
         self._refused: set[tuple] = set()
-        self._lock = threading.RLock()
         super().__init__(target, model)
 
     @property
@@ -344,8 +349,6 @@ class Whole(InPlace):
         except ERRORS_OF_CODE as error:
             if is_bug(error):
                 raise
-            if __import__("os").environ.get("DBG"):
-                raise
             self._refused.add(call.shape)
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, QuantizationError):
@@ -375,9 +378,8 @@ class Whole(InPlace):
         inner.previous = Within(boundary, plain, inner.previous)
         previous, active.call = active.call, None
         try:
-            with warnings.catch_warnings():
-                recording = record(plain, call.args, call.kwargs, several=True)
-                lowered = self.target.lowered(recording, plain, stages)
+            recording = record(plain, call.args, call.kwargs, several=True)
+            lowered = self.target.lowered(recording, plain, stages)
         finally:
             active.call = previous
         assert isinstance(lowered, LoweredModel)
@@ -386,12 +388,6 @@ class Whole(InPlace):
         graph.free_sizes(names_of(intercepted.__signature__), call)
         self.graphs.setdefault(call.shape, []).append(graph)
         self.watch(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
 
 def _versions(call: Call) -> list[Any]:

@@ -19,6 +19,7 @@ from torch.ao.quantization import QConfigMapping
 from torch.autograd.profiler import profile
 
 import dbrq
+from dbrq.hidden_state import lowered_of
 from tests.helpers.judging import sqnr
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which the functions below do
@@ -332,3 +333,60 @@ def test_a_pipeline_takes_a_quantized_model(name, recipe):
     for expected, got in zip(*results, strict=True):
         assert list(got) == list(expected) == ["generated_text"]
         assert len(got["generated_text"].split()) == len(expected["generated_text"].split()) == 5
+
+
+# Lowered: caches go in and out, and what grows makes no new plans
+
+LOWERED = [*FEW, "gemma2", "bart"]
+lowered_models = pytest.mark.parametrize("name", LOWERED)
+
+
+@functools.cache
+def lowered_model(name: str) -> nn.Module:
+    return dbrq.lower(quantized_model(name), example(name, 1, 9), backend="onednn")
+
+
+@lowered_models
+def test_lowered_models_generate_what_converted_ones_do(name):
+    lowered, quantized = lowered_model(name), quantized_model(name)
+    assert type(lowered) is type(quantized) and lowered.config is not None
+    for what in ("greedy, longer", "greedy, padded", "beam"):
+        inputs, options = GENERATIONS[what]
+        got, messages = heard(generate, lowered, inputs, **options)
+        assert torch.equal(got, generate(quantized, inputs, **options)) and not messages, (what, messages)
+
+
+@lowered_models
+def test_logits_of_lowered_models(name):
+    inputs, options = GENERATIONS["greedy, longer"]
+    tokens = generate(quantized_model(name), inputs, **options)[:, -options["max_new_tokens"] :]
+    expected, got = (logits_along(model, inputs, tokens) for model in (quantized_model(name), lowered_model(name)))
+    assert min(sqnr(a, b) for a, b in zip(expected, got, strict=True)) > 30
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 20},
+        {"cache_implementation": "static"},
+        {"num_beams": 3, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_ways_to_generate_lowered(options):
+    inputs = prompts(1 if "prompt_lookup_num_tokens" in options else 2, 9, seed=5)
+    found = []
+    for model in (quantized_model("llama"), lowered_model("llama")):
+        torch.manual_seed(3)
+        found.append(heard(generate, model, inputs, max_new_tokens=6, **options))
+    (expected, _), (got, messages) = found
+    assert torch.equal(expected, got) and not messages
+
+
+def test_a_longer_cache_makes_no_plans():
+    lowered = copy.deepcopy(lowered_model("llama"))
+    generate(lowered, prompts(1, 9, seed=5), max_new_tokens=3)
+    made = [graph.plans for graph in lowered_of(lowered).models]
+    generate(lowered, prompts(1, 9, seed=6), max_new_tokens=30)
+    assert [graph.plans for graph in lowered_of(lowered).models] == made
