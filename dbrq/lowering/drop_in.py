@@ -1,9 +1,9 @@
 """What ``lower`` returns for backends that run from Python: the model itself, of its own class, whose forward runs
 lowered.
 
-Where calls take or give objects, a graph is recorded for calls of one shape (graph/objects.py): which objects there are, and what in them is no tensor.
-A decoder that fills an empty cache and one that adds to it are two graphs. The one that the example takes is made by
-``lower``; others when they are first needed, as plans are for new shapes of tensors.
+Where calls take or give objects, a graph is recorded for calls of one shape (graph/objects.py): which objects there
+are, and what in them is no tensor. A decoder that fills an empty cache and one that adds to it are two graphs. The one
+that the example takes is made by ``lower``; others when they are first needed, as plans are for new shapes of tensors.
 """
 
 from __future__ import annotations
