@@ -109,7 +109,7 @@ class Apart:
             self.leaves.append(value)
             return _NUMBER
         if cls is bool or cls is float or isinstance(value, _CONSTANTS):
-            return "is", cls, value
+            return "is", cls.__name__, value  # True is 1, and 1 is 1.0
         if (number := self._numbers.get(id(value))) is not None:
             return "object", number
         if isinstance(value, tuple):

@@ -172,3 +172,10 @@ def test_tables_of_the_default_recipe_stay_in_float():
 
 def test_models_without_text_are_not_told_about_tokens():
     assert "token" not in str(dbrq.report(convert(nn.Linear(4, 4), torch.randn(2, 4)).quantized))
+
+
+def test_inductor_computes_the_same():
+    quantized = convert(LAYERS["bias"](), X, dbrq.dynamic_qconfig_mapping()).quantized
+    lowered = dbrq.lower(quantized, X, backend="inductor")
+    for x in (X, X[:1], X.flip(0).flip(1)):
+        assert sqnr(quantized(x), lowered(x)) > 60

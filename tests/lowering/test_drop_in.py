@@ -45,7 +45,7 @@ class Memory:
     def keep(self, x):
         self.states = [torch.cat([self.states[0], x], 1)] if self.states else [x]
         self.calls += x.shape[1]
-        self.log["last"] = x[:, -1]
+        self.log["last"], self.dtype = x[:, -1], x.dtype
         return self.states[0]
 
 
