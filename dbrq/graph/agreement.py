@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from .._torch import codegen_of, storage_id, version
 from ..op_facts import writes
 from .difference import Difference, difference, noises, numbers, rms
-from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, quicker
 from .signature import RestoringCodeGen
 from .trials import Outcome, Trial, outcome, owned, seeded
 
@@ -158,6 +158,9 @@ class Reference(fx.Interpreter):
         if target not in self._held:
             self._held[target] = value.clone(), value  # some of torch's ops write without counting a version
         return self._held[target][0]
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return super().call_function(quicker(target), args, kwargs)
 
     def run_node(self, node: fx.Node) -> Any:
         if node in self._weights:

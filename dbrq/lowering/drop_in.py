@@ -379,6 +379,7 @@ class Whole(InPlace):
         previous, active.call = active.call, None
         try:
             recording = record(plain, call.args, call.kwargs, several=True)
+            _hold_once(recording.graph, model)
             lowered = self.target.lowered(recording, plain, stages)
         finally:
             active.call = previous

@@ -175,6 +175,7 @@ class Lowering:
         kernels: op path (as in reports) -> what runs it now.
         reasons: op path -> why it runs in float now, for those that were int8.
         kept: names of nodes that stay as they are, quantize and dequantize aside.
+        undisturbed: nothing writes to memory, as far as was seen before rewrites began.
     """
 
     module: fx.GraphModule
@@ -184,6 +185,7 @@ class Lowering:
     kernels: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    undisturbed: bool = False
 
     @property
     def graph(self) -> fx.Graph:
@@ -195,7 +197,8 @@ class Lowering:
         return any(map(writes, self.graph.nodes))
 
     def apply(self, rewrites: Iterable[Rewrite], verify: Callable[[Lowering], None] | None = None) -> None:
-        """Apply each rewrite to the whole graph, in order."""
+        """Apply each rewrite to the whole graph, in order. What they put there writes to no memory that others see."""
+        self.undisturbed = not self.writes
         for rewrite in rewrites:
             for node in list(self.graph.nodes):
                 at(node)
@@ -240,7 +243,7 @@ class Lowering:
         """Why nodes cannot become one at the place of the last, "" if they can: no memory that they read may be
         written to in between, and what they read as dequantized must still be that.
         """
-        if not self.writes:
+        if self.undisturbed or not self.writes:
             return ""
         inside = set(nodes)
         read = {before for node in nodes for before in node.all_input_nodes if before not in inside}
