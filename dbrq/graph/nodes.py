@@ -35,7 +35,7 @@ def _dequantized(
 ) -> Tensor:
     if options or (zero_point is not None and bool(zero_point.any())) or scale.dtype is not torch.float32:
         return DEQUANTIZE_PER_CHANNEL(int8, scale, zero_point, axis, *rest, **options)
-    return int8.to(torch.float32).mul_(scale.reshape([-1 if d == axis else 1 for d in range(int8.dim())]))
+    return int8.to(torch.float32) * scale.reshape([-1 if d == axis else 1 for d in range(int8.dim())])
 
 
 _CHECKS = ("check_input", "check_absent", "check_same")

@@ -25,7 +25,7 @@ from ..record.callsite import user_line
 from ..tensors import Int8Weight, Versions, plain
 from .layouts import Laid
 from .located import located, op_of
-from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, quicker, walk
+from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, walk
 from .symbols import Traced, traced, untraced
 from .torchscript_form import TAKE_SIZES, spelled
 from .writer import GraphWriter
@@ -227,7 +227,7 @@ class GraphRecorder(GraphWriter):
         self._executing += 1
         try:
             with without_function_modes():
-                return quicker(function)(*args, **kwargs)
+                return function(*args, **kwargs)
         finally:
             self._executing -= 1
 

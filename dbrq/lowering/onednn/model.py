@@ -17,7 +17,7 @@ from ..._torch import assert_
 from ...calibration.surgery import random_state_kept
 from ...errors import ERRORS_OF_CODE, DeviationError, OneDNNError, is_bug
 from ...graph.located import at
-from ...graph.nodes import leaves, quicker, remove_dead, walk
+from ...graph.nodes import leaves, remove_dead, walk
 from ...op_facts import BY_MEMORY, Memory, called, facts_of
 from ...pytree import copied_inputs
 from ...selfcheck import Failure
@@ -477,6 +477,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
 
 def _callable(node: fx.Node, args: Sequence[Any]) -> Callable:
     if node.op == "call_function":
-        return quicker(node.target)
+        target: Any = node.target
+        return target
     owner = torch.Tensor if isinstance(args[0], (Value, Tensor)) else type(args[0])
     return getattr(owner, str(node.target))
