@@ -76,13 +76,13 @@ def _check_plain(path: str, module: nn.Module, token: QuantizedModelToken) -> No
         problem = "it has hooks, which are code"
     elif getattr(intercepted, "previous", None) is not None:
         problem = "a module has a forward of its own, beside its class's, which is code"
-    elif state is not None and state.parts:
-        problem = "parts of it were lowered"
+    elif state is not None and (state.parts or state.whole is not None):
+        problem = "it was lowered" if state.whole is not None else "parts of it were lowered"
     if problem:
         raise QuantizationError(
             f"the model cannot be written without pickle: {problem}", path=path, got=type(module).__name__,
             hint="dbrq.save(model, path) in the default format holds it; remove the hooks, or describe the model "
-            "before lowering it in parts",
+            "before lowering it",
         )  # fmt: skip
 
 

@@ -187,9 +187,13 @@ def test_lowered_models_and_parts_name_dbrq_save(tmp_path):
         lowered.save_pretrained(tmp_path)
 
 
-def test_lowered_to_a_python_backend():
+def test_lowered_to_a_python_backend(tmp_path):
     from dbrq.lowering.lowered_model import LoweredModel
 
+    lowered = dbrq.lower(quantized("bert"), MODELS["bert"][1], backend="onednn")
+    with pytest.raises(dbrq.QuantizationError, match=r"(?s)it was lowered.*dbrq\.save"):
+        lowered.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
     with pytest.raises(dbrq.QuantizationError, match=r"dbrq\.save"):
         LoweredModel.save_pretrained(object(), "folder")  # type: ignore[arg-type]
 
