@@ -53,7 +53,6 @@ from .tensors import Int8Tensor, Lazy, current, plain, unmarked
 hook_log = logging.getLogger("dbrq.hooks")
 #: What a lowered part returns where it cannot run.
 NOT_RUN = object()
-_Getter = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]  # to torch's stubs a tensor
 _NO_KWARGS: dict[str, Any] = {}
 
 

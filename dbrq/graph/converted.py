@@ -57,7 +57,7 @@ class Converted:
         log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
         with log:
             output, args, kwargs = self._output(model, trial)
-        buffers = {name: tensor for name in written if isinstance(tensor := _at(model, name), Tensor)}
+        buffers = {name: tensor for name in written if isinstance(tensor := held_at(model, name), Tensor)}
         found = outcome(output, placed(intercepted, args, kwargs) if changes else None, buffers)
         after = held(model)
         if not changes and after == before:
@@ -89,7 +89,7 @@ class Converted:
             return InsideRun(intercepted, self.inside).run(intercepted, args, kwargs), args, kwargs
 
 
-def _at(model: nn.Module, path: str) -> Any:
+def held_at(model: nn.Module, path: str) -> Any:
     """What a model has at a path; None where the graph holds a tensor that the model has in a container of its own."""
     found: Any = model
     for name in path.split("."):

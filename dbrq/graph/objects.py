@@ -33,10 +33,8 @@ _TENSOR, _NUMBER = ("tensor",), ("number",)
 #: What is compared by value.
 _CONSTANTS = (str, bytes, range, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
               complex, enum.Enum)  # fmt: skip
-#: What is there once, under a name.
-_NAMED = (nn.Module, type, types.ModuleType, types.BuiltinFunctionType)
 #: What is what it is, as far as code can tell.
-_FIXED = (*_NAMED, types.FunctionType, types.MethodType)
+_FIXED = (nn.Module, type, types.ModuleType, types.BuiltinFunctionType, types.FunctionType, types.MethodType)
 _OPAQUE = (*_FIXED, np.ndarray, np.generic)
 _HEAP_TYPE = 1 << 9
 
@@ -81,13 +79,13 @@ class Apart:
 
     Attributes:
         objects: lists, dicts and objects met, by number.
-        opaque: what cannot be taken apart.
+        strange: what cannot be taken apart, and may change where nobody sees it.
     """
 
     def __init__(self, objects: Iterable[Any] = (), given: Iterable[Any] = (), fixed: bool = True) -> None:
         self.objects = list(objects)
         self.leaves: list[Any] = []
-        self.opaque: list[Any] = []
+        self.strange: list[Any] = []
         self._numbers = {id(each): number for number, each in enumerate(self.objects)}
         self._given = {id(each): number for number, each in enumerate(given) if isinstance(each, Tensor)}
         self._met: dict[int, int] = {}
@@ -117,7 +115,8 @@ class Apart:
         if cls is slice:
             return "slice", self.shape((value.start, value.stop, value.step))
         if not isinstance(value, (list, dict)) and not is_object(value):
-            self.opaque.append(value)
+            if not isinstance(value, _FIXED):
+                self.strange.append(value)
             return "itself", _Itself(value)
         self._numbers[id(value)] = len(self.objects)
         self.objects.append(value)
@@ -215,7 +214,10 @@ def by_name(names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]) -> tup
 
 
 def names_of(signature: inspect.Signature) -> tuple[str, ...]:
-    """What forward takes by position or by name."""
+    """What forward takes by position or by name; nothing, where something before that has no name to callers."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        return ()
     return tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
@@ -252,8 +254,8 @@ class Call:
 
     def problem(self) -> str:
         """What of the arguments no graph can follow, in words; "" if nothing."""
-        strange = [value for value in self.apart.opaque if not isinstance(value, _FIXED)]
-        return f"an object of class {type(strange[0]).__name__}" if strange and self.apart.objects else ""
+        strange = self.apart.strange if self.apart.objects else []
+        return f"an object of class {type(strange[0]).__name__}" if strange else ""
 
 
 def _plain(value: Any, leaves: list[Any]) -> Any:
@@ -319,10 +321,9 @@ class Boundary:
             changed = sorted(recorded)
         effects = tuple((number, apart.content(objects[number])) for number in changed)
         returned = apart.shape(output)
-        strange = [value for value in apart.opaque if not isinstance(value, _FIXED)]
-        if strange:
+        if apart.strange:
             raise RewriteError(
-                "the model makes an object that a graph cannot build", path="", got=type(strange[0]).__name__,
+                "the model makes an object that a graph cannot build", path="", got=type(apart.strange[0]).__name__,
                 expected="tensors, numbers, containers, and objects of Python's own kind that hold them",
                 hint="return its tensors, or keep using the converted model",
             )  # fmt: skip

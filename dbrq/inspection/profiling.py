@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..calibration.surgery import random_state_kept, uncompiled
 from ..errors import ConfigurationError
@@ -71,9 +71,8 @@ def _state_kept(lowered: nn.Module) -> Iterator[None]:
     """What calls write to is what it was, afterwards."""
     runs = lowered_of(lowered)
     graphs = [lowered] if isinstance(lowered, LoweredModel) else [] if runs is None else runs.models
-    kept: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for graph in graphs for tensor in graph.state()]
-    if not graphs:  # of TorchScript, whose buffers are its state
-        kept = [(tensor, tensor.clone()) for _, tensor in lowered.named_buffers()]
+    states = [graph.state() for graph in graphs] or [dict(lowered.named_buffers())]  # TorchScript's hold nothing else
+    kept = [(tensor, tensor.clone()) for state in states for tensor in state.values()]
     try:
         yield
     finally:

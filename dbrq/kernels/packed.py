@@ -13,7 +13,7 @@ from .choice import is_linear_right, way_of_convolution
 from .formulations import IN_LEVELS, Way, call_of, is_stock, stand_in
 from .known_faults import Geometry
 from .qparams import NO_POST_OP, RELU, PostOp, QParams, bad, not_finite
-from .script import finished, quantize_rows, rescale_rows
+from .script import finished, of_ones, quantize_rows, rescale_rows
 from .stock import StockConv, StockLinear
 
 
@@ -250,7 +250,7 @@ class PackedLinear(StockLinear):
         if not math.isfinite(scale.max().item()):
             raise not_finite(f"a row whose range is {scale.max().item()} wide")
         if self._of_ones is None:
-            column = self.weight.sum(1, dtype=torch.int32).to(torch.float32).mul_(self.scale)
+            column = of_ones(self.weight, self.scale)
             self._of_ones = column, torch.zeros_like(column) if self.bias is None else self.bias
         result = self(q, QParams(1.0, 0, 0, top))
         return rescale_rows(result, scale, zero_point, *self._of_ones).reshape(shape)

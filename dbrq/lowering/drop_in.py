@@ -21,6 +21,7 @@ from ..calibration.session import token_of, working_copy
 from ..calibration.surgery import copied
 from ..eager.weights import Watched
 from ..errors import ERRORS_OF_CODE, QuantizationError, RewriteError, SeveralPathsError, is_bug
+from ..graph.converted import held_at
 from ..graph.objects import Boundary, Call, Within, is_object, names_of
 from ..graph.signature import ObjectError
 from ..graph.trials import owned, random_state_kept_if_drawn
@@ -52,24 +53,26 @@ def lower_model(
     """``lower``, for a converted model."""
     token = token_of(quantized, "int8", "lower")
     args, kwargs = call_arguments(example_inputs, example_kwargs)
+    from_python = target.backend in _FROM_PYTHON
 
     def lowered(recording: Any, module: nn.Module) -> nn.Module:
         return target.lowered(recording, module, stages)
 
     stages.at("recording the graph")
     if where_paths_part(token.record, "") is None:
+        model = copied(quantized) if from_python else quantized
         try:
-            if target.backend in _FROM_PYTHON:
-                return straight(quantized, args, kwargs, target, stages)
-            return lowered(record(quantized, example_inputs, example_kwargs), quantized)
+            if from_python:
+                return straight(model, args, kwargs, target, stages)
+            return lowered(record(model, args, kwargs), model)
         except ObjectError:
-            if target.backend not in _FROM_PYTHON:
+            if not from_python:
                 raise
-            return with_objects(quantized, args, kwargs, target, stages)
+            return with_objects(model, args, kwargs, target, stages)
         except SeveralPathsError as error:
             stages.say(f"lowered in parts: {error}")
-    elif target.backend in _FROM_PYTHON and _meets_objects(quantized, args, kwargs):
-        return with_objects(quantized, args, kwargs, target, stages)
+    elif from_python and _meets_objects(quantized, args, kwargs):
+        return with_objects(copied(quantized), args, kwargs, target, stages)
     return lower_parts(quantized, example_inputs, example_kwargs, lowered, stages.verbose)
 
 
@@ -83,9 +86,8 @@ def _meets_objects(quantized: nn.Module, args: tuple, kwargs: dict) -> bool:
     return any(map(is_object, tree_leaves(output)))
 
 
-def straight(quantized: nn.Module, args: tuple, kwargs: dict, target: Target, stages: Stages) -> nn.Module:
-    """A copy of a converted model whose forward runs lowered, as one graph."""
-    model = copied(quantized)
+def straight(model: nn.Module, args: tuple, kwargs: dict, target: Target, stages: Stages) -> nn.Module:
+    """A converted model, which is returned, has its forward run lowered, as one graph."""
     recording = record(model, args, kwargs)
     _hold_once(recording.graph, model)
     made = target.lowered(recording, model, stages)
@@ -102,20 +104,13 @@ def _hold_once(graph: fx.GraphModule, model: nn.Module) -> None:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 full = f"{path}.{name}".lstrip(".")
-                own = _at(model, full)
+                own = held_at(model, full)
                 if full in written or id(own) not in held or tensor is None or own is tensor:
                     continue
                 if (own.shape, own.dtype, own.stride()) == (tensor.shape, tensor.dtype, tensor.stride()) and (
                     type(own) is type(tensor) and torch.equal(own, tensor)
                 ):
                     tensors[name] = own
-
-
-def _at(model: nn.Module, path: str) -> Any:
-    owner: Any = model
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    return owner
 
 
 def lowered_form(model: nn.Module) -> nn.Module | None:
@@ -140,9 +135,8 @@ def lowered_form(model: nn.Module) -> nn.Module | None:
     return runs.model if isinstance(runs, Straight) else None
 
 
-def with_objects(quantized: nn.Module, args: tuple, kwargs: dict, target: Target, stages: Stages) -> nn.Module:
-    """A copy of a converted model whose forward runs lowered, with the objects that it takes and gives."""
-    model = copied(quantized)
+def with_objects(model: nn.Module, args: tuple, kwargs: dict, target: Target, stages: Stages) -> nn.Module:
+    """A converted model, which is returned, has its forward run lowered, with the objects that it takes and gives."""
     intercepted: InterceptedForward = model.__dict__["forward"]
     whole = Whole(target, model)
     call = Call.of(names_of(intercepted.__signature__), *owned((args, kwargs)))

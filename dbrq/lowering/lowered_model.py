@@ -114,13 +114,13 @@ class LoweredModel(Held):
         """
         found = set()
         self._assignable = []
-        for path in sorted(self._written):
+        for path, held in sorted(self.state().items()):
             owner: Any = model
             *way, name = path.split(".")
             for step in way:
                 owner = owner._modules.get(step) if isinstance(owner, nn.Module) else None
-            held = operator.attrgetter(path)(without_code(self))
-            places = (owner._parameters, owner._buffers, owner.__dict__) if isinstance(owner, nn.Module) else ()
+            holds = isinstance(owner, nn.Module)
+            places: tuple[Any, ...] = (owner._parameters, owner._buffers, owner.__dict__) if holds else ()
             for tensors in places:
                 if isinstance(now := tensors.get(name), Tensor):
                     if now is not held and (now.shape, now.dtype) == (held.shape, held.dtype):
@@ -191,19 +191,18 @@ class LoweredModel(Held):
         self._restore(kept)
         return result
 
-    def state(self) -> list[Tensor]:
-        """The tensors that calls write to."""
-        return [operator.attrgetter(path)(without_code(self)) for path in self._written]
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that calls write to, by path."""
+        held = without_code(self)  # a buffer may be called as a method of this class is
+        return {path: operator.attrgetter(path)(held) for path in self._written}
 
     def _written_tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors that calls write to."""
-        held = without_code(self)  # a buffer may be called as a method of this class is
-        return {path: operator.attrgetter(path)(held).clone() for path in self._written}
+        return {path: tensor.clone() for path, tensor in self.state().items()}
 
     def _restore(self, kept: Mapping[str, Tensor]) -> None:
-        held = without_code(self)
-        for path, tensor in kept.items():
-            operator.attrgetter(path)(held).copy_(tensor)
+        for path, tensor in self.state().items():
+            tensor.copy_(kept[path])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self._signature.parameters):

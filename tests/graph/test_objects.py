@@ -1,13 +1,14 @@
 """Objects that hold tensors, taken apart and put together."""
 
 import copy
+import inspect
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dbrq.graph.objects import Apart, Boundary, Call, Together, is_object
+from dbrq.graph.objects import Apart, Boundary, Call, Together, is_object, names_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -114,6 +115,15 @@ def test_a_call_is_the_same_however_it_is_spelled():
              Call.of(("x", "box"), (), {"box": box, "x": 1})]  # fmt: skip
     assert len({call.shape for call in calls}) == 1
     assert calls[0].args == () and calls[0].kwargs == {"x": 1, "box": (T,)}
+
+
+def test_what_has_no_name_to_callers_stays_where_it_is():
+    def forward(x, /, memory=None):
+        return x
+
+    names = names_of(inspect.signature(forward))
+    call = Call.of(names, (T,), {"memory": Box(a=T)})
+    assert call.args == (T,) and list(call.kwargs) == ["memory"]
 
 
 def test_dicts_of_tensors_keep_their_names_which_say_who_made_them():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..qparams import NO_POST_OP, PostOp, QParams
 from .base import KERNEL_CONSTANTS, Kernel
-from .values import quantize_rows, rescale_rows
+from .values import of_ones, quantize_rows, rescale_rows
 
 if TYPE_CHECKING:
     from .base import number
@@ -205,10 +205,8 @@ class DynamicLinear(Linear):
         self.column = self.summed_weight()
 
     def summed_weight(self) -> Tensor:
-        """What the layer without its bias makes of a row of ones; empty where no rows have qparams of their own."""
-        if not self.by_row:
-            return torch.empty([0])
-        return self.weight.sum(1, dtype=torch.int32).to(torch.float32).mul_(self.scale)
+        """``of_ones``; empty where no rows have qparams of their own."""
+        return of_ones(self.weight, self.scale) if self.by_row else torch.empty([0])
 
     @torch.jit.export
     def __setstate__(self, state: Tuple[Tensor, Tensor, Tensor, bool]) -> None:

@@ -39,12 +39,19 @@ def quantize_rows(rows: Tensor, levels: int, middle: float = ROUND) -> Tuple[Ten
     return bits.to(torch.uint8), scale, zero_point
 
 
+def of_ones(weight: Tensor, scale: Tensor) -> Tensor:
+    """What a linear layer without its bias makes of a row of ones: int8 ``[out, in]`` and its scales -> float32
+    ``[out]``.
+    """
+    return weight.sum(1, dtype=torch.int32).to(torch.float32).mul_(scale)
+
+
 def rescale_rows(result: Tensor, scale: Tensor, zero_point: Tensor, column: Tensor, bias: Tensor) -> Tensor:
     """What a linear layer makes of levels, as if their scale were one and their zero point none, with qparams of each
     row: written over ``result`` ``[rows, out]``, a float32 that has the bias already.
 
     Args:
-        column: float32 ``[out]``, what the layer without its bias makes of a row of ones.
+        column: float32 ``[out]``, ``of_ones`` of the layer.
         bias: float32 ``[out]``.
     """
     result.mul_(scale).addr_((zero_point * scale).neg_().flatten(), column)

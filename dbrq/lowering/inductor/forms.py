@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from ..._torch import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ...errors import KernelInputError
-from ...op_facts import AS_LAID_OUT, called, sources
+from ...op_facts import Memory, called
 from ..lowered_model import number_key
 
-#: What gives a part of a container, or what it is given.
-_PARTS = frozenset({"getitem", "_unwrap_optional"})
+#: What Inductor may have a kernel do in the memory of a term.
+_SUMS = frozenset({"add", "add_", "iadd"})
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,12 @@ class Form:
 
 
 def added_inputs(graph: fx.Graph) -> list[bool]:
-    """For each placeholder, whether it, or a view of it, is a term of a sum: behind a layer Inductor has the kernel add
-    to that very memory, the caller's too.
+    """For each placeholder, whether its memory is a term of a sum: behind a layer Inductor has the kernel add to that
+    very memory, the caller's too.
     """
-    roots: dict[fx.Node, frozenset[fx.Node]] = {}
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            roots[node] = frozenset((node,))
-            continue
-        given = [n for n in node.all_input_nodes if n in roots]
-        if called(node) in ("add", "add_", "iadd"):
-            found = found.union(*(roots[n] for n in given))
-        same = (
-            given if called(node) in _PARTS or called(node) in AS_LAID_OUT else [n for n in sources(node) if n in roots]
-        )
-        roots[node] = frozenset().union(*(roots[n] for n in same))
-    return [node in found for node in graph.find_nodes(op="placeholder")]
+    memory = Memory(graph)
+    terms = {memory.root(n) for node in graph.nodes if called(node) in _SUMS for n in node.all_input_nodes}
+    return [memory.root(node) in terms for node in graph.nodes if node.op == "placeholder"]
 
 
 def key_of(leaf: Any) -> Any:

@@ -10,8 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ...graph.nodes import leaves, walk
 from .partitions import Partition, Weight
@@ -86,18 +85,16 @@ def loop(
         tensors: that the graph holds.
         module_at: partitions, and modules that the graph calls.
     """
-    graph, root = fx.Graph(), nn.Module()
+    graph = fx.Graph()
+    held: dict[str, Any] = {}
     env: dict[fx.Node, Any] = {p: graph.placeholder(f"input_{i}") for i, p in enumerate(placeholders)}
-
-    def held(value: Any) -> fx.Node:
-        name = f"held_{len(root.__dict__)}"
-        root.__dict__[name] = value
-        return graph.get_attr(name)
 
     def add(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "get_attr":
-            env[node] = held(tensors[str(node.target)])
+            name = f"held_{len(held)}"
+            held[name] = tensors[str(node.target)]
+            env[node] = graph.create_node("get_attr", name)
             return
         if node.op == "call_module":
             module = module_at(str(node.target))
@@ -113,7 +110,7 @@ def loop(
         else:
             env[node] = graph.create_node(node.op, node.target, args, kwargs)
         if _may_be_lazy(node):
-            env[node] = graph.call_function(_plainly, (env[node],))
+            env[node] = graph.call_function(all_plainly, (env[node],))
 
     for part in parts:
         if isinstance(part, Segment):
@@ -123,9 +120,7 @@ def loop(
         else:
             add(part, env)
     graph.output(fx.map_arg(output.args[0], lambda n: env[n]))
-    module = fx.GraphModule(root, graph, class_name="Loop")
-    module.__dict__.update(root.__dict__)
-    return module.forward
+    return fx.GraphModule(held, graph, class_name="Loop").forward
 
 
 def _may_be_lazy(node: fx.Node) -> bool:
@@ -134,5 +129,6 @@ def _may_be_lazy(node: fx.Node) -> bool:
     return any(dtype is not None and dtype.is_complex for dtype in dtypes)
 
 
-def _plainly(value: Any) -> Any:
-    return walk(lambda leaf: plainly(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+def all_plainly(value: Any) -> Any:
+    """``plainly`` for each tensor in nested containers."""
+    return walk(lambda leaf: plainly(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,12 @@ from .binding import replacements
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
 from .emitters import emit, emit_conversion
 from .execution import Runner
-from .free_sizes import depending, loop, sizes_seen
+from .free_sizes import all_plainly, depending, loop, sizes_seen
 from .library import library
 from .op import scriptable
 from .partitions import Partition
 from .segments import Segment, dynamic_nodes, known_dynamic, segments_of
-from .values import Value, plainly
+from .values import Value
 
 log = logging.getLogger("dbrq.lowering")
 
@@ -135,15 +135,21 @@ class OneDNNModel(LoweredModel):
 
     def _sizes_of(self, args: Sequence[Any]) -> dict[fx.Node, Any] | None:
         """What plans for a call would be made for; None if the call cannot be looked at."""
-        args = copied_inputs(list(args))
-        kept = self._written_tensors()
         try:
-            with random_state_kept(), torch.no_grad():
-                return sizes_seen(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
+            with self._on_copies(args) as inputs:
+                return sizes_seen(self.lowering.graph, self._one, inputs)
         except ERRORS_OF_CODE as error:
             if is_bug(error):
                 raise
             return None  # whoever calls it will see why
+
+    @contextlib.contextmanager
+    def _on_copies(self, args: Sequence[Any]) -> Iterator[dict[fx.Node, Any]]:
+        """Inputs for a run node by node, after which state and random state are what they were."""
+        kept = self._written_tensors()
+        try:
+            with random_state_kept(), torch.no_grad():
+                yield dict(zip(self.placeholders, copied_inputs(list(args)), strict=True))
         finally:
             self._restore(kept)
 
@@ -175,7 +181,7 @@ class OneDNNModel(LoweredModel):
                 "the graph writes to tensors, and inputs of this call share memory, one as the conjugate or negative",
                 expected="inputs that do not", got="inputs that do", hint="pass x.resolve_conj().resolve_neg()",
             )  # fmt: skip
-        return [walk(lambda leaf: plainly(leaf) if isinstance(leaf, Tensor) else leaf, value) for value in args]
+        return list(map(all_plainly, args))
 
     def scriptable(self, *example_inputs: Any) -> fx.GraphModule:
         """A module for ``torch.jit.script`` or inside scripted modules, which calls this model as ``dbrq::run``.
@@ -253,14 +259,11 @@ class OneDNNModel(LoweredModel):
 
     def _find_dynamic(self, args: Sequence[Any]) -> None:
         """See which nodes depend on values, and keep them out of plans."""
-        args = copied_inputs(list(args))
-        kept = self._written_tensors()
-        with self._lock, random_state_kept():
-            found = dynamic_nodes(self.lowering.graph, self._one, dict(zip(self.placeholders, args, strict=True)))
+        with self._lock, self._on_copies(args) as inputs:
+            found = dynamic_nodes(self.lowering.graph, self._one, inputs)
             if found <= self._dynamic:
                 raise OneDNNError("an op's result depends on values in a way that no plan can follow")
             self._cut(found | self._dynamic)
-        self._restore(kept)
 
     # Making plans
 

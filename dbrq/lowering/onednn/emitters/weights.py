@@ -345,7 +345,7 @@ class _ByRow(_Parameters):
         """What the layer without its bias makes of a row of ones."""
         b, path = self.b, self.scale_path
         assert path is not None
-        return b.constant(("column", self.path), lambda: self.held.sum(1, dtype=torch.int32).float() * b.held(path))
+        return b.constant(("column", self.path), lambda: script.of_ones(self.held, b.held(path)))
 
 
 def linear_by_row(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
