@@ -10,6 +10,7 @@
 1.0
 """
 
+from .accuracy.presets import Preset
 from .calibration.observers import HistogramObserver, default_qconfig_mapping, dynamic_qconfig_mapping
 from .errors import (
     CalibrationError,
@@ -54,6 +55,7 @@ __all__ = [
     "MismatchError",
     "NotCalibratedError",
     "OneDNNError",
+    "Preset",
     "QuantizationError",
     "RecipeError",
     "RewriteError",

@@ -83,16 +83,18 @@ class Provenance:
         """The call is over."""
         self._int8.clear()
 
-    def int8(self, tensor: Tensor, qparams: QParams) -> Tensor | None:
-        """The elements of ``tensor`` as integers, if they were quantized with ``qparams`` already."""
+    def int8(self, tensor: Tensor, meaning: Any) -> Tensor | None:
+        """The elements of ``tensor`` as integers, if they were quantized already, with the qparams ``meaning`` (and the
+        smoothing that it names).
+        """
         known = self._int8.get(id(tensor))
-        if known is None or known[1] != qparams or known[0]() is not tensor or known[3] != version_of(tensor):
+        if known is None or known[1] != meaning or known[0]() is not tensor or known[3] != version_of(tensor):
             return None
         return known[2]
 
-    def keep_int8(self, tensor: Tensor, qparams: QParams, q: Tensor) -> None:
+    def keep_int8(self, tensor: Tensor, meaning: Any, q: Tensor) -> None:
         """Keep ``q`` for the next who reads ``tensor``, as long as that lives."""
-        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), qparams, q, version_of(tensor))
+        self._int8[id(tensor)] = (_Keyed(tensor, self._dropped), meaning, q, version_of(tensor))
 
     def _dropped(self, reference: _Keyed) -> None:
         known = self._int8.get(reference.key)
@@ -326,11 +328,17 @@ class Int8Tensor(Lazy):
         return self
 
 
+#: What an int8 weight consists of, as buffers ``{parameter}_int8`` and so on; the last two are not always there.
+WEIGHT_PARTS = ("int8", "scale", "zero_point", "smoothing")
+
+
 class Int8Weight(Lazy):
     """A weight of a converted module, or a pure view of one; float elements are computed anew at each use.
 
     It holds no elements: it reads the int8 buffer and the scale of the module that owns it, so that ``.to``,
-    ``load_state_dict`` and copies of the module need not know about it.
+    ``load_state_dict`` and copies of the module need not know about it. Where the layer's inputs are smoothed, the
+    kernel multiplies each channel of them by a factor (``{parameter}_smoothing``, ``[in]``), and the integers are those
+    of the weight without it; in float, it is part of the weight.
 
     Attributes:
         owner: the module that holds ``{parameter}_int8`` and ``{parameter}_scale``.
@@ -396,7 +404,9 @@ class Int8Weight(Lazy):
             levels = whole.to(torch.float32)
             if zero_point is not None:
                 levels = levels - along(zero_point, self.axis, whole.dim())
-            return self._part(levels * along(scale, self.axis, whole.dim()))
+            value = levels * along(scale, self.axis, whole.dim())
+            smoothing = self.owner._buffers.get(f"{self.parameter}_smoothing")
+            return self._part(value if smoothing is None else value * smoothing)
 
     def moved(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """``func`` applied to the elements' places only; None unless the result is a view."""

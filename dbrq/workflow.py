@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import selfcheck
 from ._torch import without_function_modes
+from .accuracy.kept import KeptBatches
+from .accuracy.presets import Preset, resolved
+from .accuracy.refining import refine
 from .auto_trace import InterceptedForward, active
 from .calibration.data import Calls, Rest, classes_of
 from .calibration.first_run import watch
@@ -53,6 +56,7 @@ def prepare(
     fuse: bool = True,
     non_traceable_module_classes: Sequence[type[nn.Module]] = (),
     exclude: Iterable[str | type[nn.Module]] | str | type[nn.Module] = (),
+    preset: str | Preset | None = None,
 ) -> nn.Module:
     """Watch one run of ``model`` and return a copy that observes what its int8 ops will read.
 
@@ -68,6 +72,9 @@ def prepare(
         non_traceable_module_classes: classes not to look into; their modules stay float.
         exclude: patterns of module paths (``"*.lm_head"``, ``"decoder.*"``, as ``fnmatch`` has them) and classes, which
             stay float with all that is inside them.
+        preset: what ``convert`` does for accuracy: a ``dbrq.Preset``, or the name of one: "fast" (nothing beyond
+            ranges), "default", "accurate", "transformer", "dynamic" (``dynamic_qconfig_mapping``), "qat" (fake
+            quantize, to train). None: "default" without ``qconfig_mapping``, "fast" with one.
 
     Returns:
         A model of the same type. Run data through it (or use ``calibrate``), then ``convert`` it.
@@ -82,6 +89,7 @@ def prepare(
     """
     model = uncompiled(model)
     _check_model(model)
+    preset, qconfig_mapping = resolved(preset, qconfig_mapping)
     mapping = as_mapping(qconfig_mapping)
     args, kwargs = call_arguments(example_inputs, example_kwargs)
     opaque = tuple(non_traceable_module_classes)
@@ -94,7 +102,8 @@ def prepare(
     resolver = QConfigResolver(mapping, modules, exclude)
     resolver.assign(record)
     token = QuantizedModelToken(record, modules, resolver)
-    token.fuse, token.given = fuse, classes_of(model, args, kwargs)
+    token.fuse, token.given, token.preset = fuse, classes_of(model, args, kwargs), preset
+    token.kept = KeptBatches() if preset.needs_data else None
     with torch.inference_mode(False):  # observers are written to wherever the model runs
         _attach(target, token, opaque)
         place(token, {})
@@ -243,14 +252,15 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     bake(target.eval())
     modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
+        refined = refine(target.__dict__["forward"], token, token.preset, token.kept, qparams)
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
-        _convert_weights(token, modules)
+        _convert_weights(token, modules, refined.weights)
         for path in had_parameters:
             if next(modules[path].parameters(), None) is None:
                 token.states[path].register_parameter("anchor", nn.Parameter(torch.empty(0), requires_grad=False))
         for state in token.states.values():
             keys = {key for op in state.ops() for key in _keys(op)}
-            state.keep_qparams({key: qparams[key] for key in sorted(keys)})
+            state.keep_qparams({key: refined.qparams[key] for key in sorted(keys)})
             state.observers, state.weight_fake_quants = nn.ModuleDict(), nn.ModuleDict()
     _seal(target, token, strict)
     return target
@@ -307,12 +317,16 @@ def _prove(token: QuantizedModelToken) -> None:
                 plan.prove()
 
 
-def _convert_weights(token: QuantizedModelToken, modules: dict[str, nn.Module]) -> None:
+def _convert_weights(
+    token: QuantizedModelToken, modules: dict[str, nn.Module], refined: dict[tuple[str, str], dict[str, Tensor]]
+) -> None:
     def fake_quant(op: SeenOp) -> nn.Module | None:
         trained = token.weight_fake_quant(op)
         return trained if trained is not None and observed(trained) else None
 
-    token.weight_axes, token.kept_weights = convert_weights(token.record.hooked(), token.record, modules, fake_quant)
+    token.weight_axes, token.kept_weights = convert_weights(
+        token.record.hooked(), token.record, modules, fake_quant, refined
+    )
     for path in {
         op.module for op in token.record.hooked()
         if op.module is not None and op.row.role is Role.RECURRENT and op.decision.precision == "int8"

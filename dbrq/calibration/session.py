@@ -47,10 +47,14 @@ class QuantizedModelToken(ModelToken):
         kept_weights: those of them that stay as float parameters too, for ops in float.
         states: module path -> state.
         given: what the example ran with: name of the argument -> class; None where that is not known.
+        preset: the methods that conversion applies (accuracy/presets.py).
+        kept: a sample of the calls of calibration, for methods that need one; None if none does.
         lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
 
     given: dict[str, type] | None = None  # what was pickled before has none
+    preset: Any = None
+    kept: Any = None
 
     def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
         super().__init__("observe")
@@ -85,6 +89,9 @@ class QuantizedModelToken(ModelToken):
             return intercepted.original(*args, **kwargs)
         observing = Observing(self)
         watch = Watch(self.modules, self, observing, on_op=active.log)
+        if self.kept is not None:
+            with self.lock:
+                self.kept.offer(args, kwargs)
         output = watch.run(intercepted, args, kwargs)
         with self.lock, torch.inference_mode(False):
             if not self._was_cast():  # else nothing can be learnt of it
@@ -111,7 +118,7 @@ class QuantizedModelToken(ModelToken):
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""
         self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
-        self.record.computed, self.given = {}, None
+        self.record.computed, self.given, self.kept = {}, None, None
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:

@@ -54,6 +54,7 @@ class ComputePlan(Plan):
         self.modules = state.token.modules
         assert op.weight is not None
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])
+        self.smoothing = self.weight.smoothing(self.modules)
         self._levels = levels_of(op.qconfig)
         kept = op.weight.key in state.token.kept_weights
         self.replaced = {} if kept else self.modules[op.weight.path]._parameters
@@ -124,7 +125,7 @@ class ComputePlan(Plan):
         if found is None:
             return self._unusual(None, call, bound)
         q, qparams = found
-        if type(x) is Int8Tensor and not call.unsure:
+        if type(x) is Int8Tensor and self.smoothing is None and not call.unsure:
             self._tags.add(x.tag_)
         if not self.steps and not call.unsure and (usual := self._usual.get(q.shape)) is not None:
             return self._result(q, qparams, usual)

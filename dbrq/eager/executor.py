@@ -60,6 +60,7 @@ class Plan:
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
         self._shared = [is_shared(read, state.token.record) for read in self.reads]
+        self.smoothing: Tensor | None = None
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
         self.products: dict[Callable, Product] = {}
@@ -320,7 +321,7 @@ class Plan:
                 expected="torch.Tensor",
                 got=type(x).__name__,
             )
-        if type(x) is Int8Tensor and x.data_u8 is not None:
+        if type(x) is Int8Tensor and x.data_u8 is not None and self.smoothing is None:
             if self.any_time or self.edge(number, x.tag_) is None:
                 call.unsure = call.strays = True
             return x.data_u8, x.qparams
@@ -338,14 +339,18 @@ class Plan:
             self.require_float32(x)
             if not x.numel():
                 return None
-            qparams = dynamic_qparams(x.detach(), self.read_qparams[number].quant_max < 255)
-        q = call.provenance.int8(x, qparams) if self._shared[number] else None
+            qparams = dynamic_qparams(self._smoothed(x.detach()), self.read_qparams[number].quant_max < 255)
+        meaning = qparams if self.smoothing is None else (qparams, id(self.smoothing))
+        q = call.provenance.int8(x, meaning) if self._shared[number] else None
         if q is None:
             self.require_float32(x)
-            q = quantize(x.detach() if x.requires_grad else x, qparams)
+            q = quantize(self._smoothed(x.detach() if x.requires_grad else x), qparams)
             if self._shared[number]:
-                call.provenance.keep_int8(x, qparams, q)
+                call.provenance.keep_int8(x, meaning, q)
         return q, qparams
+
+    def _smoothed(self, x: Tensor) -> Tensor:
+        return x if self.smoothing is None else x * self.smoothing
 
     def is_followed(self, call: Run, x: Tensor) -> bool:
         """Whether forward wants a derivative of what the op makes of a float value, or computes it under vmap: no int8

@@ -22,7 +22,7 @@ from ..kernels.ranges import are_scales
 from ..mappings import Role
 from ..record.parameters import ParameterRef, tensor_of
 from ..record.record import Record, SeenOp, Step
-from ..tensors import Int8Weight, geometry_of
+from ..tensors import WEIGHT_PARTS, Int8Weight, geometry_of
 
 
 class RangeObserver(Protocol):
@@ -110,6 +110,10 @@ class StoredWeight:
             return scale
         return scale[_index(whole.shape, self.axis, self.ref).reshape(rows, -1)[:, 0]]
 
+    def smoothing(self, modules: dict[str, nn.Module]) -> Tensor | None:
+        """float32 ``[in]``: what each channel of the input is multiplied by before it is quantized; None for ones."""
+        return modules[self.ref.path]._buffers.get(f"{self.ref.name}_smoothing") if self.ref.whole else None
+
     def sources(self, modules: dict[str, nn.Module]) -> list[tuple[dict, str]]:
         buffers = modules[self.ref.path]._buffers
         return [(buffers, f"{self.ref.name}_int8"), (buffers, f"{self.ref.name}_scale")]
@@ -181,12 +185,13 @@ def check_weights(module: nn.Module, path: str, values: dict[str, Any]) -> None:
     """Raise unless ``values``, by name, can take the place of what the module's int8 weights consist of."""
     for integers in [name for name in module._buffers if name.endswith("_int8")]:
         stem = integers.removesuffix("_int8")
-        for name in (integers, f"{stem}_scale", f"{stem}_zero_point"):
+        for name in (f"{stem}_{part}" for part in WEIGHT_PARTS):
             held = module._buffers.get(name)
             if held is None or name not in values:
                 continue
             check_entry(values[name], held, path, name)
-            fine = are_scales(values[name]) if name.endswith("_scale") else bool(values[name].isfinite().all())
+            positive = name.endswith(("_scale", "_smoothing"))
+            fine = are_scales(values[name]) if positive else bool(values[name].isfinite().all())
             if not fine:
                 raise LoadError(
                     f"{name} in the state dict is not finite, or not positive", path=path,
@@ -215,8 +220,12 @@ def convert_weights(
     record: Record,
     modules: dict[str, nn.Module],
     fake_quant: Callable[[SeenOp], nn.Module | None],
+    refined: Mapping[tuple[str, str], dict[str, Tensor]],
 ) -> tuple[dict[tuple[str, str], int | None], set[tuple[str, str]]]:
     """Put int8 buffers in place of the parameters that int8 ops read.
+
+    Args:
+        refined: canonical place of a weight -> what it consists of, where that is known already.
 
     Returns:
         The axis of each one's scales, and those that stay, beside their int8 form, because an op in float reads them
@@ -226,7 +235,7 @@ def convert_weights(
     for op in record_ops:
         if op.weight is not None and op.decision.precision == "int8":
             readers.setdefault(op.weight.key, []).append(op)
-    needed = _read_in_float(record)
+    needed = read_in_float(record)
     axes: dict[tuple[str, str], int | None] = {}
     for key, ops in readers.items():
         op = next((o for o in ops if o.row.role is Role.COMPUTE), ops[0])
@@ -239,7 +248,7 @@ def convert_weights(
         assert parameter is not None and op.qconfig is not None
         found = {channel_axis(parameter.shape, o.weight, o.row.weight_axis) for o in ops if o.weight}
         axis = found.pop() if len(found) == 1 else None
-        values = _quantized(parameter.detach(), op, axis, fake_quant(op), modules)
+        values = refined.get(key) or quantized_weight(parameter.detach(), op, axis, fake_quant(op), modules)
         axes[key] = axis if values["scale"].numel() > 1 else None
         hold(owner, key[1], values)
         if key not in needed and key not in record.computed:
@@ -281,7 +290,7 @@ def _forget(module: nn.Module, name: str) -> None:
     module._buffers.pop(name, None)
 
 
-def _read_in_float(record: Record) -> set[tuple[str, str]]:
+def read_in_float(record: Record) -> set[tuple[str, str]]:
     """Parameters that ops outside the int8 kernels read."""
     needed: set[tuple[str, str]] = set()
     for value in record.values.values():
@@ -318,7 +327,7 @@ def _observer(qconfig: Any, axis: int | None) -> RangeObserver:
     return observer
 
 
-def _quantized(
+def quantized_weight(
     weight: Tensor, op: SeenOp, axis: int | None, fake_quantize: nn.Module | None, modules: dict[str, nn.Module]
 ) -> dict[str, Tensor]:
     """``int8``, ``scale`` and, for affine qconfigs, ``zero_point`` of one weight."""

@@ -22,7 +22,7 @@ from ..kernels import QParams
 from ..op_facts import AS_LAID_OUT, Facts, Watching, called, memory_of, seen, sources
 from ..pytree import tree_leaves, tree_map
 from ..record.callsite import user_line
-from ..tensors import Int8Weight, Versions, plain
+from ..tensors import WEIGHT_PARTS, Int8Weight, Versions, plain
 from .layouts import Laid
 from .located import located, op_of
 from .nodes import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, base_name, identifier, is_impure, leaves, walk
@@ -134,7 +134,8 @@ class GraphRecorder(GraphWriter):
             whole = Int8Weight.whole(weight.owner, weight.parameter, weight.axis)
             scale = weight.owner._buffers[f"{weight.parameter}_scale"]
             assert scale is not None
-            if weight.axis != 0 or weight.owner._buffers.get(f"{weight.parameter}_zero_point") is not None:
+            parts = (weight.owner._buffers.get(f"{weight.parameter}_{part}") for part in WEIGHT_PARTS[2:])
+            if weight.axis != 0 or any(part is not None for part in parts):
                 value = whole.float_value()
                 self._kept.append(value)
                 self.bind(value, self.attribute(f"{name.removesuffix('_int8')}", value), static=True)

@@ -437,18 +437,19 @@ class GraphRun(RunCall):
         if not isinstance(x, Tensor):
             return None
         known = self.recorder.known(x)
-        if known is not None and known.qparams is not None:
+        if known is not None and known.qparams is not None and hook.smoothing is None:
             return x
         tag = None if known is None else known.tag
         qparams = hook.edge(number, tag)
         if qparams is None:
             hook.unrecorded(tag, number)
             return None
-        key = ("read", id(x), self.recorder.writes_to(x), qparams)
+        key = ("read", id(x), self.recorder.writes_to(x), qparams, id(hook.smoothing))
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:
             return cached[1]
-        result = self.recorder.quantized(x, qparams)
+        smoothed = x if hook.smoothing is None else self.recorder.call(torch.mul, (x, hook.smoothing), {})
+        result = self.recorder.quantized(smoothed, qparams)
         self._reads[key] = x, result
         return result
 

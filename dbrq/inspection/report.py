@@ -22,6 +22,7 @@ from ..hidden_state import STATE, state_of
 from ..kernels import QParams
 from ..mappings import LEAVES, Role
 from ..record.record import Record, SeenOp, TensorInfo
+from ..tensors import WEIGHT_PARTS
 from .comparing import Comparison
 from .page import Contents, write
 from .rows import ChosenRange, Facts, PathRow, ReportRow, from_json, lowered_report
@@ -223,7 +224,7 @@ def _bytes_of_converted(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         if not name.endswith("_int8"):
             continue
         stem = name.removesuffix("_int8")
-        made = [tensors[n].nbytes for n in (f"{stem}_scale", f"{stem}_zero_point") if n in tensors]
+        made = [tensors[n].nbytes for n in (f"{stem}_{part}" for part in WEIGHT_PARTS[1:]) if n in tensors]
         beside = stem in tensors or ".weight_computed_" in f".{stem}"  # the float weight is there, too
         before += (0 if beside else 4 * tensor.numel()) - tensor.nbytes - sum(made)
     return before, after
@@ -268,7 +269,7 @@ def _read(tensors: Mapping[str, Tensor], record: Record) -> Iterator[str]:
 
 
 #: What an int8 weight consists of.
-_ENDS = ("_int8", "_scale", "_zero_point")
+_ENDS = tuple(f"_{part}" for part in WEIGHT_PARTS)
 
 
 def _weights_of(op: SeenOp, token: QuantizedModelToken) -> list[Tensor | None]:

@@ -20,6 +20,7 @@ from ..errors import LoadError, QuantizationError
 from ..hidden_state import STATE, state_of
 from ..mappings import Role
 from ..record.record import Record
+from ..tensors import WEIGHT_PARTS
 from .plain import Reader, Writer
 
 VERSION = 1
@@ -178,8 +179,7 @@ class Described:
     def _hold(self, module: nn.Module, path: str, name: str) -> None:
         """Register what an int8 weight consists of, of the shape of the parameter that it stands for."""
         stem = f"{path}.{name}".lstrip(".")
-        values = {s: self._tensors[f"{stem}_{s}"] for s in ("int8", "scale", "zero_point")
-                  if f"{stem}_{s}" in self._tensors}  # fmt: skip
+        values = {s: self._tensors[f"{stem}_{s}"] for s in WEIGHT_PARTS if f"{stem}_{s}" in self._tensors}
         parameter = module._parameters.get(name)
         shape = values["int8"].shape if parameter is None else parameter.shape
         check_entry(values["int8"], torch.empty(shape, dtype=torch.int8), path, f"{name}_int8")
@@ -197,7 +197,7 @@ class Described:
                 tensor = made[source] = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
             registered: Any = module._parameters if kind == "parameter" else module._buffers
             before = registered.get(name)
-            recorded = STATE in path or name.endswith(("_int8", "_scale", "_zero_point"))
+            recorded = STATE in path or name.endswith(tuple(f"_{part}" for part in WEIGHT_PARTS))
             if before is not None and tensor is not None and not recorded:
                 check_entry(tensor, before, path, name)
             if name not in registered:
