@@ -62,9 +62,9 @@ class _Recipe:
 
 
 _VISION = {
-    "mobilenet": _Recipe(lambda: MobileNet(CLASSES), Schedule(700, 1e-2), Schedule(220, 1e-2)),
-    "vit": _Recipe(lambda: VisionTransformer(CLASSES), Schedule(3000, 3e-3, 1.0), Schedule(900, 3e-3, 1.0)),
-    "swin": _Recipe(lambda: Swin(CLASSES), Schedule(3000, 1.5e-3, 1.0), Schedule(900, 1.5e-3, 1.0)),
+    "mobilenet": _Recipe(lambda: MobileNet(CLASSES), Schedule(600, 1e-2), Schedule(220, 1e-2)),
+    "vit": _Recipe(lambda: VisionTransformer(CLASSES), Schedule(2800, 2e-3, 1.0), Schedule(900, 2e-3, 1.0)),
+    "swin": _Recipe(lambda: Swin(CLASSES), Schedule(2800, 1.5e-3, 1.0), Schedule(1200, 1e-3, 1.0)),
 }
 _DECODER = _Recipe(lambda: Decoder(text.COUNT, CONTEXT), Schedule(1800, 3e-3, 1.0), Schedule(400, 3e-3, 1.0))
 NAMES = (*_VISION, "decoder")

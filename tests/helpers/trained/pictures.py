@@ -1,7 +1,6 @@
-"""scikit-learn's handwritten digits, 8 x 8, somewhat turned and moved, in colour, on a cluttered ground, in any light.
+"""scikit-learn's handwritten digits, 8 x 8, somewhat turned and moved, in colour, on a cluttered ground.
 
-A third of the digits, by other hands, is kept for tests; all else about a picture is drawn from a seed. Exposures
-differ by some stops and nothing makes up for it: bright pictures set the ranges, and dark ones need small steps.
+A third of the digits, by other hands, is kept for tests; all else about a picture is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def pictures(count: int, seed: int, *, test: bool = False) -> tuple[Tensor, Tens
     colour = ground + _uniform(draw, 0.25, 0.8, count, 3, 1, 1)
     made = ink * colour + (1 - ink) * (ground + _clutter(count, draw))
     made = made + 0.05 * torch.randn(made.shape, generator=draw)
-    light = (0.6 * torch.randn(count, 1, 1, 1, generator=draw)).exp()
-    return ((made * light).clip(0, 5) - 0.5) / 0.35, classes[chosen]
+    light = (0.3 * torch.randn(count, 1, 1, 1, generator=draw)).exp()
+    return ((made * light).clip(0, 3) - 0.5) / 0.35, classes[chosen]
 
 
 @functools.cache
