@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits, 8 x 8, somewhat turned and moved, in colour, on a cluttered ground.
 
-A third of the digits, by other hands, is kept for tests; all else about a picture is drawn from a seed.
+The last third of the digits is kept for tests; all else about a picture is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 SIZE = 16
 CLASSES = 10
-#: The data set is in the order in which its writers came.
+#: Digits that are trained on: the first ones, as neighbours in the data set may be of one writer.
 _TRAINING = 1197
 
 
