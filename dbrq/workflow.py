@@ -14,14 +14,14 @@ from . import selfcheck
 from ._torch import without_function_modes
 from .accuracy.kept import KeptBatches
 from .accuracy.presets import Preset, resolved
-from .accuracy.refining import refine
+from .accuracy.refining import Ready, ready
 from .auto_trace import InterceptedForward, active
 from .calibration.data import Calls, Rest, classes_of
 from .calibration.first_run import watch
 from .calibration.observers import observed
 from .calibration.qconfigs import QConfigResolver, as_mapping
 from .calibration.recorder import intercept
-from .calibration.session import QuantizedModelToken, all_qparams, leave_unseen, mark_int8, place, token_of
+from .calibration.session import QuantizedModelToken, mark_int8, place, token_of
 from .calibration.surgery import (
     bake,
     copied,
@@ -245,14 +245,14 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     check_ready(
         token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
     )
-    target = prepared if inplace else copied(prepared)
-    token = token_of(target, "observe", "convert")
-    leave_unseen(token)
-    qparams = all_qparams(token)
-    bake(target.eval())
+    return finished(ready(prepared, inplace=inplace), strict)
+
+
+def finished(prepared: Ready, strict: bool = False) -> nn.Module:
+    """What ``convert`` returns, of a prepared model whose calibration is over; it is used up."""
+    target, token, refined = prepared.model, prepared.token, prepared.refined
     modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
-        refined = refine(target.__dict__["forward"], token, token.preset, token.kept, qparams)
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}
         _convert_weights(token, modules, refined.weights)
         for path in had_parameters:

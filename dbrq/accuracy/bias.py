@@ -13,8 +13,8 @@ from ..auto_trace import InterceptedForward
 from ..record.parameters import ParameterRef, tensor_of
 from ..record.record import SeenOp
 from .kept import KeptBatches
-from .layers import Layers, Place
-from .runs import Looking, Rounding, Simulation, run_with, weights_of_rows
+from .layers import Layers
+from .runs import Looking, Place, Rounding, Simulation, run_with, weights_of_rows
 
 #: How often "full" correction goes through the kept batches.
 _PASSES = 2

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from ..calibration.session import QuantizedModelToken
 from ..eager.float_reference import run_float
-from ..eager.weights import channel_axis, quantized_weight, read_in_float
-from ..kernels import QParams, along
-from ..record.parameters import source_of, tensor_of
+from ..eager.weights import read_in_float
+from ..kernels import QParams
+from ..record.parameters import tensor_of
 from ..record.record import SeenOp
-from .runs import Inputs, Rounding, is_layer
-
-Place = tuple[str, str]
+from .runs import Inputs, Parts, Place, Rounding, is_layer, nearest, rounding_of, values_of
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Layers:
     inputs: dict[int, Inputs]
     qparams: dict[int, QParams]
     smoothing: dict[Place, Tensor] = field(default_factory=dict)
-    refined: dict[Place, dict[str, Tensor]] = field(default_factory=dict)
+    refined: dict[Place, Parts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         hooked = self.token.record.hooked()
@@ -65,34 +63,20 @@ class Layers:
         assert op.weight is not None
         return tensor_of(op.weight, self.modules).detach().to(torch.float32)
 
-    def parts(self, op: SeenOp) -> dict[str, Tensor]:
+    def parts(self, op: SeenOp) -> Parts:
         """What its int8 weight consists of, as it stands: ``int8``, ``scale``, perhaps ``smoothing``."""
         assert op.weight is not None
         known = self.refined.get(op.weight.key)
-        return self.nearest(op, self.smoothing.get(op.weight.key)) if known is None else known
-
-    def nearest(self, op: SeenOp, factors: Tensor | None) -> dict[str, Tensor]:
-        """The int8 weight with each element rounded to the nearest."""
-        assert op.weight is not None
-        registered, name = source_of(op.weight, self.modules)
-        whole: Tensor = registered[name].detach()
-        weight = whole if factors is None else whole / factors
-        axis = channel_axis(weight.shape, op.weight, op.row.weight_axis)
-        parts = quantized_weight(weight, op, axis, None, self.modules)
-        return parts if factors is None else {**parts, "smoothing": factors}
+        return nearest(self.token, op, self.smoothing.get(op.weight.key)) if known is None else known
 
     def rounded_weight(self, op: SeenOp) -> Tensor:
         """The values of the whole weight after rounding."""
-        assert op.weight is not None
-        parts = self.parts(op)
-        axis = channel_axis(parts["int8"].shape, op.weight, op.row.weight_axis) if parts["scale"].numel() > 1 else None
-        value = parts["int8"].to(torch.float32) * along(parts["scale"], axis, parts["int8"].dim())
-        return value if "smoothing" not in parts else value * parts["smoothing"]
+        return values_of(op, self.parts(op))
 
     def rounding(self) -> Rounding:
         """All that was chosen, to simulate it."""
-        weights = {op.weight.key: self.rounded_weight(op) for op in self.ops if op.weight is not None}
-        return Rounding(self.qparams, weights, self.smoothing)
+        chosen = {op.weight.key: self.parts(op) for op in self.ops if op.weight is not None}
+        return rounding_of(self.token, self.qparams, chosen)
 
     def output(self, op: SeenOp, x: Tensor, weight: Tensor) -> Tensor:
         """The layer without its bias."""

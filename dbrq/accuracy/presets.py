@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.ao.quantization import QConfigMapping, get_default_qat_qconfig_mappin
 
 from ..calibration.observers import dynamic_qconfig_mapping
 from ..errors import ConfigurationError, nearest
+from ..record.record import Record, SeenOp
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,35 @@ class Preset:
         """Names of the settings that are not those of ``Preset()``."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
+    def floats(self, record: Record) -> dict[str, str]:
+        """Path of each op that ``keep`` keeps in float -> why.
+
+        Raises:
+            ConfigurationError: a pattern matches no op.
+        """
+        found: dict[str, str] = {}
+        hooked = record.hooked()
+        for pattern in self.keep:
+            matches = [op for op in hooked if _is_kept(pattern, op)]
+            if not matches and pattern != "residuals":
+                raise ConfigurationError(
+                    f"Preset(keep=...) has {pattern!r}, which matches no op of the model", got=pattern,
+                    expected="a pattern of names as report(model).rows has them under path, or 'residuals'",
+                    hint=nearest(pattern, (op.path for op in hooked)),
+                )  # fmt: skip
+            found.update((op.path, f"the preset keeps it in float: {pattern!r}") for op in matches)
+        return found
+
     @property
     def needs_data(self) -> bool:
         """Whether a method looks at a sample of the calibration data."""
         return bool(set(self.methods) - {"keep"})
+
+
+def _is_kept(pattern: str, op: SeenOp) -> bool:
+    if pattern == "residuals":
+        return op.row.name == "add" and len(op.activations) > 1
+    return fnmatch.fnmatchcase(op.path, pattern) or fnmatch.fnmatchcase(f".{op.path}", pattern)
 
 
 def _no_setting(name: str, expected: str, got: Any) -> ConfigurationError:

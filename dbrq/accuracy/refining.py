@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..auto_trace import InterceptedForward
 from ..calibration.observing import is_fake_quantize
-from ..calibration.session import QuantizedModelToken
+from ..calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place, token_of
+from ..calibration.surgery import bake, copied
 from ..kernels import QParams
 from .bias import correct, correct_in_order
+from .equalization import equalize
 from .kept import KeptBatches
 from .layers import Layers
 from .presets import Preset
-from .runs import sampled
+from .ranges import by_output, by_percentile
+from .rounding import choose
+from .runs import Place, sampled
 from .smoothing import smooth
 
 
@@ -28,7 +34,54 @@ class Refined:
     """
 
     qparams: dict[int, QParams]
-    weights: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[Place, dict[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Ready:
+    """A prepared model that is about to be converted: calibration is over, its weights are float still.
+
+    Attributes:
+        model: in eval mode, with what the preset's methods changed of biases and weights.
+    """
+
+    model: nn.Module
+    token: QuantizedModelToken
+    refined: Refined
+
+    @property
+    def root(self) -> InterceptedForward:
+        root: InterceptedForward = self.model.__dict__["forward"]
+        return root
+
+
+def ready(
+    prepared: nn.Module, *, inplace: bool = False, preset: Preset | None = None, floats: Mapping[str, str] | None = None
+) -> Ready:
+    """Calibration ends, and the methods of a preset do their work.
+
+    Args:
+        prepared: a prepared and calibrated model; it is not changed unless ``inplace``.
+        preset: None for the one that it was prepared with.
+        floats: path of an op -> why it stays float, beside those that do anyway.
+
+    Raises:
+        NotCalibratedError: a value to quantize was never observed.
+    """
+    target = prepared if inplace else copied(prepared)
+    token = token_of(target, "observe", "convert")
+    preset = token.preset if preset is None else preset
+    kept_float = dict(floats or {}) | preset.floats(token.record)
+    if kept_float:
+        for op in token.record.hooked():
+            op.excluded = op.excluded or kept_float.get(op.path, "")
+        place(token, {})
+    leave_unseen(token)
+    qparams = all_qparams(token)
+    bake(target.eval())
+    with torch.inference_mode(False), torch.no_grad():
+        refined = refine(target.__dict__["forward"], token, preset, token.kept, qparams)
+    return Ready(target, token, refined)
 
 
 def refine(
@@ -48,11 +101,19 @@ def refine(
     if kept is None or not kept.batches or not preset.needs_data or trained:
         return Refined(qparams)
     layers = Layers(token, sampled(root, token, kept), dict(qparams))
+    if not isinstance(preset.ranges, str):
+        by_percentile(layers, preset.ranges)
+    if preset.equalization:
+        equalize(layers)
     if preset.smoothing:
         smooth(layers, corrected=preset.bias_correction is not None)
     for op in layers.ops:
         if op.weight is not None and op.weight.key in layers.smoothing:
             layers.refined[op.weight.key] = layers.parts(op)
+    if preset.ranges == "output":
+        by_output(layers)
+    if preset.rounding != "nearest":
+        choose(layers, preset.rounding)
     if preset.bias_correction == "fast":
         correct(layers)
     elif preset.bias_correction == "full":

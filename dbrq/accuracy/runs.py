@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,16 @@ from ..auto_trace import InterceptedForward
 from ..calibration.recorder import Watch
 from ..calibration.session import QuantizedModelToken
 from ..eager.float_reference import run_float
-from ..kernels import QParams, dequantize, dynamic_qparams, quantize
+from ..eager.weights import channel_axis, quantized_weight
+from ..kernels import QParams, along, dequantize, dynamic_qparams, quantize
 from ..kernels.ranges import by_row, seven_bits
 from ..mappings import Role
+from ..record.parameters import source_of
 from ..record.record import SeenOp
 from .kept import Batch, KeptBatches
 
+Place = tuple[str, str]
+Parts = dict[str, Tensor]
 #: Rows of a linear layer's input, and elements of a convolution's, that are sampled over all batches.
 ROWS, ELEMENTS = 1024, 1 << 19
 
@@ -168,6 +172,50 @@ class Rounding:
         if factors is None:
             return rounded(x, self.qparams[key])
         return rounded(x * factors, self.qparams[key]) / factors
+
+
+def rounding_of(token: QuantizedModelToken, qparams: dict[int, QParams], refined: Mapping[Place, Parts]) -> Rounding:
+    """How a model that is about to be converted will round.
+
+    Args:
+        refined: canonical place of a weight -> what it consists of, where that is not rounded to the nearest.
+    """
+    rounding = Rounding(qparams)
+    for op in token.record.hooked():
+        if op.decision.precision != "int8" or op.weight is None or not op.row.takes_weight:
+            continue
+        parts = refined.get(op.weight.key) or nearest(token, op)
+        rounding.weights[op.weight.key] = values_of(op, parts)
+        if "smoothing" in parts:
+            rounding.smoothing[op.weight.key] = parts["smoothing"]
+    return rounding
+
+
+def nearest(token: QuantizedModelToken, op: SeenOp, factors: Tensor | None = None) -> Parts:
+    """The int8 weight of an op with each element rounded to the nearest; of a layer whose inputs are multiplied by
+    ``factors``, the weight without them.
+    """
+    assert op.weight is not None
+    if op.weight.computed:
+        whole = token.record.computed[op.weight.key].value(token.modules).detach()
+    else:
+        registered, name = source_of(op.weight, token.modules)
+        whole = registered[name].detach()
+    weight = whole if factors is None else whole / factors
+    axis = channel_axis(weight.shape, op.weight, op.row.weight_axis)
+    parts = quantized_weight(weight, op, axis, None, token.modules)
+    return parts if factors is None else {**parts, "smoothing": factors}
+
+
+def values_of(op: SeenOp, parts: Parts) -> Tensor:
+    """The values of a whole int8 weight."""
+    assert op.weight is not None
+    levels, scale, zero_point = parts["int8"].to(torch.float32), parts["scale"], parts.get("zero_point")
+    axis = channel_axis(levels.shape, op.weight, op.row.weight_axis) if scale.numel() > 1 else None
+    if zero_point is not None:
+        levels = levels - along(zero_point, axis, levels.dim())
+    value = levels * along(scale, axis, levels.dim())
+    return value * parts["smoothing"] if "smoothing" in parts else value
 
 
 def rounded(x: Tensor, q: QParams) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .placement import Observation, Placement
 from .qconfigs import QConfigResolver, kind
 from .recorder import Watch
 from .surgery import copied
+from .values import Observer
 
 _TRANSFORMED = "a transform of torch.func, such as vmap, runs it"
 
@@ -48,6 +49,7 @@ class QuantizedModelToken(ModelToken):
         states: module path -> state.
         given: what the example ran with: name of the argument -> class; None where that is not known.
         preset: the methods that conversion applies (accuracy/presets.py).
+        simulate: makes what runs the ops in place of observers, where int8 is to be tried in float.
         kept: a sample of the calls of calibration, for methods that need one; None if none does.
         lock: held by a run that observes or joins, since several threads may calibrate one model.
     """
@@ -55,6 +57,7 @@ class QuantizedModelToken(ModelToken):
     given: dict[str, type] | None = None  # what was pickled before has none
     preset: Any = None
     kept: Any = None
+    simulate: Callable[[], Observer] | None = None
 
     def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
         super().__init__("observe")
@@ -87,6 +90,9 @@ class QuantizedModelToken(ModelToken):
             return super().run(intercepted, args, kwargs)
         if intercepted.state is None:  # a leaf alone is no run
             return intercepted.original(*args, **kwargs)
+        if self.simulate is not None:
+            with torch.no_grad():
+                return Watch(self.modules, self, self.simulate()).run(intercepted, args, kwargs)
         observing = Observing(self)
         watch = Watch(self.modules, self, observing, on_op=active.log)
         if self.kept is not None:
