@@ -40,6 +40,8 @@ from .selfcheck import set_self_check
 from .serialization.models import load, save
 from .serialization.pretrained import from_pretrained
 from .serialization.recipes import load_recipe, save_recipe
+from .tuning.search import TuneResult, tune
+from .tuning.sensitivity import sensitivity
 from .version import __version__ as __version__
 from .workflow import calibrate, convert, find_fusions, prepare, quantize
 
@@ -60,6 +62,7 @@ __all__ = [
     "RecipeError",
     "RewriteError",
     "SeveralPathsError",
+    "TuneResult",
     "calibrate",
     "compare",
     "convert",
@@ -82,5 +85,7 @@ __all__ = [
     "rewrite",
     "save",
     "save_recipe",
+    "sensitivity",
     "set_self_check",
+    "tune",
 ]

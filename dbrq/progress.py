@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def on_terminal(progress: bool | None) -> bool:
     """What ``progress=None`` means: if stderr is a terminal."""
     return (sys.stderr is not None and sys.stderr.isatty()) if progress is None else progress
+
+
+def counted(items: Sequence[T], what: str, progress: bool | None = None, unit: str = "op") -> Iterable[T]:
+    """``items``, with a bar while they are gone through.
+
+    >>> list(counted([1, 2], "counting", progress=False))
+    [1, 2]
+    """
+    if not on_terminal(progress):
+        return items
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, unit=unit, leave=False)
 
 
 class Stages:

@@ -354,6 +354,7 @@ def quantize(
     progress: bool | None = None,
     inplace: bool = False,
     exclude: Iterable[str | type[nn.Module]] | str | type[nn.Module] = (),
+    preset: str | Preset | None = None,
 ) -> nn.Module:
     """``prepare`` on the first item of ``data``, ``calibrate`` on all of them (the first too), ``convert``.
 
@@ -364,6 +365,31 @@ def quantize(
     >>> quantized = quantize(nn.Linear(4, 3), [torch.randn(2, 4)])
     >>> quantized(torch.randn(5, 4)).shape
     torch.Size([5, 3])
+    """
+    prepared = prepared_on(
+        model, data, qconfig_mapping, unpack=unpack, max_batches=max_batches, progress=progress, inplace=inplace,
+        exclude=exclude, preset=preset,
+    )  # fmt: skip
+    return convert(prepared, inplace=True)
+
+
+def prepared_on(
+    model: nn.Module,
+    data: Iterable[Any],
+    qconfig_mapping: Any = None,
+    *,
+    unpack: Callable[[Any], Any] | None = None,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+    inplace: bool = False,
+    exclude: Iterable[str | type[nn.Module]] | str | type[nn.Module] = (),
+    preset: str | Preset | None = None,
+    keep_data: bool = False,
+) -> nn.Module:
+    """``prepare`` on the first item of ``data`` and ``calibrate`` on all of them, as ``quantize`` does.
+
+    Args:
+        keep_data: keep a sample of the data also for a preset that needs none.
     """
     model = uncompiled(model)
     _check_model(model)
@@ -376,9 +402,13 @@ def quantize(
             got="no item", hint="check what the data is made of",
         )  # fmt: skip
     args, kwargs = first
-    prepared = prepare(model, args, qconfig_mapping, example_kwargs=kwargs, inplace=inplace, exclude=exclude)
-    _calibrate(prepared, Rest(first, iterator, calls), progress)
-    return convert(prepared, inplace=True)
+    prepared = prepare(
+        model, args, qconfig_mapping, example_kwargs=kwargs, inplace=inplace, exclude=exclude, preset=preset
+    )
+    if keep_data:
+        token = token_of(prepared, "observe", "calibrate")
+        token.kept = token.kept or KeptBatches()
+    return _calibrate(prepared, Rest(first, iterator, calls), progress)
 
 
 __all__ = ["active", "calibrate", "convert", "prepare", "quantize"]
