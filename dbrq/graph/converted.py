@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Converted:
     def call(
         self, trial: Trial, reference: Reference, values: dict[str, list[Tensor]] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
-        """What a call leaves behind, and what it would have warned of.
+        """What a call leaves behind, and what the model would warn of if it had not done so before.
 
         Args:
             reference: the model's graph, which has run already, so that it is known what calls write to.
@@ -52,7 +51,7 @@ class Converted:
             self._copy = working_copy(self.quantized, [t for name, t in tensors if name not in written])
         model, self._copy = self._copy, None
         intercepted: InterceptedForward = model.__dict__["forward"]
-        intercepted.token.warned = noted = _Noted(self.quantized.__dict__["forward"].token.warned)
+        intercepted.token.warned = noted = _Noted()
         before = held(model)
         log = contextlib.nullcontext() if values is None else logging_values(functools.partial(_keep, values))
         with log:
@@ -64,7 +63,7 @@ class Converted:
             self._copy = model
         elif not changes and self.again is None:
             self.again = self._second(model, trial, before, after)
-        return found, noted.new
+        return found, noted.noted
 
     def _second(self, model: nn.Module, trial: Trial, before: Held, after: Held) -> tuple[str, Outcome] | None:
         """What the same call gives behind one with other inputs, and what the first changed; None if the model's code
@@ -105,15 +104,16 @@ def _keep(values: dict[str, list[Tensor]], op: SeenOp, value: Any) -> None:
 
 
 class _Noted(set):
-    """What a model has warned of already, as far as it can tell: everything."""
+    """What a model has warned of already, as far as it can tell: everything. What it warned its user of in earlier
+    calls is noted too, since that it runs in float, say, counts in each call.
+    """
 
-    def __init__(self, before: Iterable[str]) -> None:
-        super().__init__(before)
-        self.new: list[str] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
 
     def __contains__(self, what: object) -> bool:
-        if not super().__contains__(what):
-            self.new.append(str(what))
+        self.noted.append(str(what))
         return True
 
 

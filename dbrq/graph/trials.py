@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,8 @@ def owned(inputs: Any) -> Any:
 def perturbed(inputs: Any, integers: bool) -> Any:
     """Other inputs of the same range: elements change places, so that what is valid, sorted orders aside, stays valid.
 
-    A leaf's result depends on nothing but the leaf. Flags and masks (two values, or values that are not finite) stay.
+    A leaf's result depends on nothing but the leaf, and has its strides: code may go by them. Flags and masks (two
+    values, or values that are not finite) stay.
 
     Args:
         integers: tensors of integers are shuffled too.
@@ -107,29 +108,60 @@ def perturbed(inputs: Any, integers: bool) -> Any:
 
 def smaller(inputs: Any) -> Any:
     """Inputs of which not even sums and ranges are what they were."""
-    return tree_map(lambda leaf: leaf * 0.5 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs)
+
+    def halved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf * 0.5 if _is_dense(leaf) else _with_elements(leaf, lambda values: values * 0.5)
+
+    return tree_map(halved, inputs)
 
 
 def _perturbed(leaf: Tensor, integers: bool) -> Tensor:
     if leaf.layout is not torch.strided or not leaf.is_cpu or not leaf.numel() or leaf.is_quantized:
         return leaf
-    generator = torch.Generator().manual_seed(leaf.numel())
-    values = leaf.detach().flatten()
-    if leaf.is_floating_point():
+    if leaf.is_complex() or leaf.dtype is torch.bool or not (integers or leaf.is_floating_point()):
+        return leaf
+    return _with_elements(leaf, _other_values)
+
+
+def _other_values(values: Tensor) -> Tensor:
+    """Others for the elements of an input; themselves if there are none."""
+    generator = torch.Generator().manual_seed(values.numel())
+    if values.is_floating_point():
         if not bool(values.isfinite().all()):
-            return leaf
+            return values
         if bool((values == values[0]).all()):  # zeros, ones, or a single number
             noise = torch.rand(values.shape, generator=generator)
-            changed = values + (noise - 0.5) if not values[0] else values * (0.5 + 0.5 * noise)
-        elif values.unique().numel() <= 2:
-            return leaf
-        else:
-            changed = values[torch.randperm(len(values), generator=generator)]
-    elif integers and not leaf.is_complex() and leaf.dtype is not torch.bool and values.unique().numel() > 2:
-        changed = values[torch.randperm(len(values), generator=generator)]
-    else:
-        return leaf
-    return torch.empty_like(leaf).copy_(changed.reshape(leaf.shape))
+            return values + (noise - 0.5) if not values[0] else values * (0.5 + 0.5 * noise)
+    if values.unique().numel() <= 2:
+        return values
+    return values[torch.randperm(len(values), generator=generator)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether each element has a place of its own in memory, with no gaps between them."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _with_elements(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor with the same strides in memory of its own, with gaps (``x[..., 1:]``) and elements that share a place
+    (``expand``) where the tensor has them.
+
+    Args:
+        change: given the elements, each place in memory once, returns as many.
+    """
+    values = tensor.detach().flatten()
+    if _is_dense(tensor):
+        return torch.empty_like(tensor).copy_(change(values).reshape(tensor.shape))
+    spans = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    offsets = torch.arange(1 + sum(spans)).as_strided(tensor.shape, tensor.stride()).flatten()
+    places, number = offsets.unique(return_inverse=True)
+    elements = values.new_empty(len(places)).index_put_((number,), values)
+    memory = values.new_zeros(1 + sum(spans)).index_put_((places,), change(elements).to(values.dtype))
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ import dbrq.lowering.onednn.model
 from dbrq import selfcheck
 from dbrq.graph import agreement
 from dbrq.graph.agreement import Reference
+from dbrq.graph.converted import Converted
 from dbrq.graph.nodes import QUANTIZE
 from dbrq.graph.trials import Trial
 from dbrq.inspection.comparing import sqnr
 from dbrq.kernels import script
 from dbrq.lowering.inductor import InductorModel
 from dbrq.lowering.lowered_model import LoweredModel
+from tests.helpers.models import Call
 from tests.helpers.running import has_compiler, run
 
 
@@ -446,3 +448,22 @@ def test_checks_cost_a_few_runs_only(monkeypatch):
     dbrq.lower(quantized, x, backend="onednn")
     assert runs == {"graph": 3, "model": 2, "lowered": 4}
     assert agreement.INFORMATIVE < 1
+
+
+def test_what_the_model_warned_of_before_is_noted_again():
+    """That it runs in float for some inputs, so that graph and model are not compared on those: seed 9100965."""
+
+    def forward(m, x):
+        y = m.a(x)
+        y.contiguous().add_(1)
+        return m.b(y)
+
+    x = torch.randn(2, 3, 9)[..., 1:]
+    quantized = dbrq.quantize(Call(forward, a=nn.Conv1d(3, 3, 1), b=nn.Conv1d(3, 3, 1)).eval(), [x], progress=False)
+    reference = Reference(dbrq.rewrite(quantized, x))
+    reference.expected(Trial("the example", (x,), None))
+    with torch.no_grad(), pytest.warns(UserWarning, match="runs in float"):
+        quantized(x.contiguous())
+    converted = Converted(quantized, None)
+    for given, warned in ((x, []), (x.contiguous(), ["layout of x"]), (x.contiguous(), ["layout of x"]), (x, [])):
+        assert converted.call(Trial("", ((given,), {}), None), reference)[1] == warned

@@ -3,7 +3,7 @@
 import torch
 
 from dbrq.graph.difference import difference
-from dbrq.graph.trials import perturbed
+from dbrq.graph.trials import perturbed, smaller
 
 
 def outcomes(expected, got, noise=0.0):
@@ -40,3 +40,16 @@ def test_perturbed_inputs_have_the_same_range_and_structure():
     assert other["x"] is other["y"][0] and other["n"] == 3 and torch.equal(other["mask"], mask)
     assert torch.equal(other["y"][1].flatten().sort()[0], ids.flatten().sort()[0]) and other["zeros"].any()
     assert torch.equal(perturbed(ids, integers=False), ids)
+
+
+def test_perturbed_inputs_lie_in_memory_as_the_inputs_do():
+    """Code may go by the layout, and the converted model ran in float where the graph ran in int8: seed 9100965."""
+    memory = torch.arange(200.0)
+    volume = memory[:24].view(2, 3, 4)
+    expanded = memory[:6].view(1, 2, 3).expand(5, 2, 3)
+    assert smaller(volume[:0, :, 1:]).shape == (0, 3, 3)
+    for x in (volume, volume[..., 1:], volume.permute(2, 0, 1), expanded, memory.unfold(0, 8, 3), memory[3]):
+        other = perturbed(x, integers=False)
+        assert other.stride() == x.stride() and other.shape == x.shape and not torch.equal(other, x)
+        assert set(other.flatten().tolist()) == set(x.flatten().tolist()) or x.numel() == 1
+        assert smaller(x).stride() == x.stride() and torch.equal(smaller(x), x * 0.5)
