@@ -20,7 +20,18 @@ from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 import dbrq
 from dbrq.pytree import tree_map
 
-from .judge import Reference, costs_too_much, crude, draws_alike, leaves, problem, seeded, sqnr, structure
+from .judge import (
+    FloatReference,
+    Reference,
+    costs_too_much,
+    crude,
+    draws_alike,
+    leaves,
+    problem,
+    seeded,
+    sqnr,
+    structure,
+)
 from .program import Program
 
 BACKENDS = ("rewrite", "torchscript", "onednn")
@@ -134,10 +145,13 @@ class Run:
             for name, buffer in model.named_buffers():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
+        self.states: dict[int, nn.Module] = {}  # of the reference, before each call
         self.float: list[Any] = []
         self.after: list[Any] = []
         for number, args in enumerate(self.args):
             used = copy.deepcopy(args)
+            if self.program.stateful:
+                self.states[number] = copy.deepcopy(model)
             try:
                 result = seeded(model, used, number)
             except REJECTED:
@@ -150,11 +164,11 @@ class Run:
             self.float.append(copy.deepcopy(result))
             self.after.append(used)
         self.by_layout = {n for n, args in enumerate(self.args) if self.float[n] is not None and self._by_layout(n)}
-        self.reference: Reference | None = None
+        self.reference: FloatReference | None = None
         self.expected: list[Any] = [None] * len(self.args)
         self.spreads: dict[int, list[Any]] = {}
         if self.program.config == "float":
-            self.expected = list(self.float)
+            self.expected, self.reference = list(self.float), FloatReference(self.model)
             return
         if self.program.config == "dynamic" and RECURRENT.search(self.program.source()):
             return  # the test suite's fake quantization has no recurrent op: only the cost is judged
@@ -163,16 +177,14 @@ class Run:
         for number, args in enumerate(self.args):
             if self.float[number] is None:
                 continue
-            state = copy.deepcopy(reference.stand_in) if self.program.stateful else None
+            if self.program.stateful:
+                self.states[number] = copy.deepcopy(reference.stand_in)
             try:
                 self.expected[number] = seeded(reference, copy.deepcopy(args), number)
             except (AssertionError, StopIteration, RuntimeError, KeyError, TypeError, ValueError, IndexError):
                 self.expected[number] = None  # another path than the recorded one: only the cost is judged
                 if self.program.stateful:
                     break
-            if state is not None:
-                self.states = getattr(self, "states", {})
-                self.states[number] = state
         self.reference = reference
         if not self.program.stateful:
             reference.stand_in = before
@@ -198,7 +210,7 @@ class Run:
             if self.reference is None:
                 return []
             kept = self.reference.stand_in
-            self.reference.stand_in = getattr(self, "states", {}).get(number, kept)
+            self.reference.stand_in = self.states.get(number, kept)
             self.spreads[number] = self.reference.dithered(self.args[number], number)
             self.reference.stand_in = kept
         return self.spreads[number]
@@ -316,7 +328,8 @@ class Run:
             return ""
         if self.expected[number] is not None:
             dithered = (lambda: self._spread(number)) if self.reference is not None else None
-            found = problem(result, self.expected[number], self.float[number], dithered, containers)
+            exact = self.program.config == "float"
+            found = problem(result, self.expected[number], self.float[number], dithered, containers, exact)
             if found and not found.startswith("shape") and not self._near(result, number):
                 return found
         elif found := problem(result, result, self.float[number], None, containers):

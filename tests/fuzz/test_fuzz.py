@@ -10,8 +10,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.models import Call
 
 from .grammar import generate, rule
+from .judge import FloatReference, problem
 from .pool import Worker
 from .program import smaller
 
@@ -74,3 +80,27 @@ def test_a_process_that_dies_is_put_down_to_its_program(worker: Worker) -> None:
     outcome = worker.run(type(program)(**{**vars(program), "statements": statements}))
     assert [finding.kind for finding in outcome.findings] == ["crash"]
     assert not [f for f in worker.run(0).findings if f.failed]  # and the next one runs
+
+
+def test_which_of_equal_numbers_is_the_largest_is_no_wrong_number() -> None:
+    """The result of torch's own softplus for equal inputs depends on where in memory they are: seed 9102222."""
+    model = Call(lambda m, x: F.softplus(m.norm(x)).argmax(-1).float(), norm=nn.GroupNorm(48, 48)).eval()
+    x = (torch.arange(48 * 49).view(1, 48, 7, 7) % 5 > 1).float()
+    reference = FloatReference(model)
+    first, last = model(x), 6 - model(x.flip(-1))
+    assert (first != last).any() and not problem(last, first, first, lambda: reference.dithered((x,), 0), exact=True)
+
+
+def test_dither_of_a_float_model_hides_no_wrong_number() -> None:
+    """What selects, moves or draws numbers has no rounding error, so that ``long`` behind it gives one result."""
+    model = Call(lambda m, x: (m.norm(x), x.abs().round().sort(-1)[0].long().float(), torch.ones(3)))
+    model.norm = nn.GroupNorm(2, 4)
+    x = torch.randn(2, 4, 7) * 5
+    reference = FloatReference(model.eval())
+    with torch.no_grad():
+        expected = model(x)
+    for index in range(3):
+        wrong = [leaf.clone() for leaf in expected]
+        wrong[index].view(-1)[2] += 1e-2
+        found = problem(tuple(wrong), expected, expected, lambda: reference.dithered((x,), 0), exact=True)
+        assert found.startswith(f"output {index}: value")
