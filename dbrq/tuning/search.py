@@ -141,7 +141,7 @@ def tune(
         raise ConfigurationError("a budget is a number of evaluations", expected="1 or more", got=budget)
     prepared = calibrated(model, data, "fast", qconfig_mapping, exclude, unpack, max_batches, progress)
     with Stages("tuning", progress) as stages:
-        search = _Search(model, prepared, evaluate, max_drop, budget, 1.0 if higher_is_better else -1.0, resume, stages)
+        search = _Search(prepared, evaluate, max_drop, budget, 1.0 if higher_is_better else -1.0, resume, stages)
         return search.run()
 
 
@@ -151,8 +151,8 @@ _ENOUGH_DB = 40.0
 
 class _Search:
     def __init__(
-        self, model: nn.Module, prepared: nn.Module, evaluate: Callable[[nn.Module], float] | None, max_drop: float,
-        budget: int | None, sign: float, resume: str | os.PathLike | None, stages: Stages,
+        self, prepared: nn.Module, evaluate: Callable[[nn.Module], float] | None, max_drop: float, budget: int | None,
+        sign: float, resume: str | os.PathLike | None, stages: Stages,
     ) -> None:  # fmt: skip
         self.prepared, self.evaluate, self.max_drop, self.sign, self.stages = prepared, evaluate, max_drop, sign, stages
         self.left = math.inf if budget is None else budget
@@ -164,9 +164,7 @@ class _Search:
         if evaluate is None:
             self.float_metric = math.inf
         else:
-            self.float_metric = self.log.metric(
-                "float", lambda: float(evaluate(model.eval() if model.training else model))
-            )
+            self.float_metric = self.log.metric("float", lambda: self.simulated.metric_of_float(evaluate))
         self.times = self.simulated.times()
         self.whole_time = sum(self.times.values()) or 1.0
 
@@ -192,20 +190,18 @@ class _Search:
         base, name = self.best[2], self.best[0].preset
         self.stages.at("what each op costs")
         order = self._order(base)
-        low, high = 0, len(order)  # ``low`` ops are too few
-        count = min(high, max(1, high // 4))
-        while low < high and self.left:
-            if self._try(name, dataclasses.replace(base, keep=(*base.keep, *map(_escaped, order[:count])))):
-                high = count
-            else:
-                low = count
-                if count == len(order):
-                    break
-            if high - low <= 1 and high != len(order):
-                break
-            count = len(order) if high == len(order) and low >= high // 2 else (low + high + 1) // 2
-            if count in (low, high) and count != len(order):
-                break
+
+        def keeps(count: int) -> bool:
+            return self._try(name, dataclasses.replace(base, keep=(*base.keep, *map(_escaped, order[:count]))))
+
+        low, high = 0, max(1, len(order) // 16)  # ``low`` ops are too few
+        while self.left and order and not keeps(high):
+            if high == len(order):
+                return
+            low, high = high, min(2 * high, len(order))
+        while self.left and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if keeps(middle) else (middle, high)
 
     def _order(self, preset: Preset) -> list[str]:
         """Paths of ops, those first whose return to float gains most for each second that it costs."""
@@ -240,6 +236,10 @@ class _Search:
         if better or (drop <= self.max_drop and best is not None and best[0].drop > self.max_drop):
             self.best = trial, model, preset
         return drop <= self.max_drop
+
+    def _rank(self, trial: Trial) -> tuple[bool, float]:
+        enough = trial.drop <= self.max_drop
+        return not enough, trial.slowdown if enough else trial.drop
 
     def _kept_ops(self, preset: Preset) -> list[Any]:
         kept = preset.floats(self.simulated.token.record)
@@ -279,8 +279,8 @@ def _read(path: str | os.PathLike) -> dict[str, float]:
     metrics = content.get("metrics") if isinstance(content, Mapping) and content.get("dbrq trials") == 1 else None
     if not isinstance(metrics, dict) or not all(isinstance(value, (int, float)) for value in metrics.values()):
         raise ConfigurationError(
-            "the file to resume from holds no trials of tune", expected="what tune(..., resume=path) wrote", got=str(path),
-            hint="remove it, or name another file",
+            "the file to resume from holds no trials of tune", expected="what tune(..., resume=path) wrote",
+            got=str(path), hint="remove it, or name another file",
         )  # fmt: skip
     return {name: float(value) for name, value in metrics.items()}
 

@@ -196,7 +196,6 @@ class Trials:
     Attributes:
         ops: those that may be, by path.
         float_metric: of the model in float; None without ``evaluate``.
-        evaluations: how often ``evaluate`` was called.
     """
 
     def __init__(
@@ -207,31 +206,32 @@ class Trials:
         self.rounding = rounding_of(self.token, prepared.refined.qparams, prepared.refined.weights)
         self.kept: KeptBatches = self.token.kept
         self.ops: dict[str, SeenOp] = {op.path: op for op in self.token.record.hooked() if is_tried(op)}
-        self.evaluations = 0
         self.outputs: list[list[Tensor]] = []
         self.float_metric: float | None = None
         if evaluate is None:
             self.outputs = [_tensors(self._run(batch, None)) for batch in self.kept.batches]
         else:
-            self.float_metric = self._metric(lambda op: False)
+            self.float_metric = self.metric_of_float(evaluate)
 
     def _run(self, batch: Any, chosen: Callable[[SeenOp], bool] | None) -> Any:
         looking = Looking(self.token) if chosen is None else Simulation(self.token, self.rounding, chosen)
         return run_with(self.prepared.root, self.token, looking, batch)
 
-    def _metric(self, chosen: Callable[[SeenOp], bool]) -> float:
-        assert self.evaluate is not None
-        self.evaluations += 1
+    def metric_of_float(self, evaluate: Callable[[nn.Module], float]) -> float:
+        """What ``evaluate`` gives while nothing is int8."""
+        return self._metric(lambda op: False, evaluate)
+
+    def _metric(self, chosen: Callable[[SeenOp], bool], evaluate: Callable[[nn.Module], float]) -> float:
         self.token.simulate = lambda: Simulation(self.token, self.rounding, chosen)
         try:
-            return float(self.evaluate(self.prepared.model))
+            return float(evaluate(self.prepared.model))
         finally:
             self.token.simulate = None
 
     def loss(self, chosen: Callable[[SeenOp], bool]) -> float:
         """By how much the model is worse than in float, with the ``chosen`` ones of its ops in int8."""
-        if self.float_metric is not None:
-            return self.sign * (self.float_metric - self._metric(chosen))
+        if self.evaluate is not None and self.float_metric is not None:
+            return self.sign * (self.float_metric - self._metric(chosen, self.evaluate))
         noise = signal = 0.0
         for batch, expected in zip(self.kept.batches, self.outputs, strict=True):
             for before, now in zip(expected, _tensors(self._run(batch, chosen)), strict=True):
