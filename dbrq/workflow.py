@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from . import selfcheck
 from ._torch import without_function_modes
 from .accuracy.kept import KeptBatches
-from .accuracy.presets import Preset, resolved
+from .accuracy.presets import Preset, named, resolved
 from .accuracy.refining import Ready, ready
 from .auto_trace import InterceptedForward, active
 from .calibration.data import Calls, Rest, classes_of
@@ -219,13 +219,17 @@ def _with_progress(data: Iterable[tuple[tuple, dict]], progress: bool | None) ->
 
 
 @without_autocast()
-def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False) -> nn.Module:
+def convert(
+    prepared: nn.Module, *, inplace: bool = False, strict: bool = False, preset: str | Preset | None = None
+) -> nn.Module:
     """Put int8 weights and kernels in place of what was observed.
 
     Args:
         prepared: a prepared and calibrated (or trained) model. It is not changed unless ``inplace``.
         inplace: convert the model itself, not a copy.
         strict: leaving the recorded paths raises, instead of running on in float with a warning for each module and op.
+        preset: another one than the model was prepared with, on the same calibration. Methods that need a sample of
+            the data need a preset of ``prepare`` that keeps one.
 
     Returns:
         A model of the same type, whose Python is the user's and whose kernels are int8. What could not be quantized
@@ -245,12 +249,13 @@ def convert(prepared: nn.Module, *, inplace: bool = False, strict: bool = False)
     check_ready(
         token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
     )
-    return finished(ready(prepared, inplace=inplace), strict)
+    return finished(ready(prepared, inplace=inplace, preset=None if preset is None else named(preset)), strict)
 
 
 def finished(prepared: Ready, strict: bool = False) -> nn.Module:
     """What ``convert`` returns, of a prepared model whose calibration is over; it is used up."""
     target, token, refined = prepared.model, prepared.token, prepared.refined
+    token.refined = tuple(sorted(refined.changed | set(refined.weights)))
     modules = token.modules
     with torch.inference_mode(False), torch.no_grad():
         had_parameters = {path for path in token.states if next(modules[path].parameters(), None) is not None}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..auto_trace import InterceptedForward
-from ..record.parameters import ParameterRef, tensor_of
+from ..calibration.session import QuantizedModelToken
+from ..record.parameters import ParameterRef
 from ..record.record import SeenOp
 from .kept import KeptBatches
 from .layers import Layers
@@ -21,24 +22,51 @@ _PASSES = 2
 
 
 def correct(layers: Layers) -> None:
-    """Correct each layer by itself, on the inputs that it has in the float model (Nagel et al., 2019)."""
+    """Correct each layer by itself, on the inputs that it has in the float model (Nagel et al., 2019), where the mean
+    error of one half of the sample is that of the other too.
+    """
     rounding = layers.rounding()
-    sums: dict[Place, Tensor] = {}
-    counts: defaultdict[Place, float] = defaultdict(float)
+    halves: tuple[_Mean, _Mean] = (_Mean(), _Mean())
     for op in layers.ops:
         inputs, bias = layers.sample(op), _bias_of(layers, op)
         if inputs is None or bias is None:
             continue
         assert op.weight is not None
         weight, rounded = layers.weight(op), _part(rounding, op)
-        for x in inputs.parts:
-            key = next(key for key in layers.keys(op) if layers.inputs.get(key) is inputs)
+        key = next(key for key in layers.keys(op) if layers.inputs.get(key) is inputs)
+        for x, second in inputs.in_halves():
             output = layers.output(op, x, weight)
             error = output - layers.output(op, rounding.rounded(op, key, x), rounded)
             importance = _importance(op, output)
-            sums[bias] = sums.get(bias, torch.zeros(())) + _sum(op, error, importance)
-            counts[bias] += importance.sum().item()
-    _add(layers, {bias: total / counts[bias] for bias, total in sums.items()})
+            halves[second].add(bias, _sum(op, error, importance), importance.sum().item())
+    one, other = halves
+    whole = {bias: _Mean.of(bias, one, other) for bias in {*one.sums, *other.sums} if _holds(bias, one, other)}
+    _add(layers, whole)
+
+
+class _Mean:
+    """Weighted means of errors, by place of the bias."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Place, Tensor] = {}
+        self.counts: dict[Place, float] = defaultdict(float)
+
+    def add(self, bias: Place, total: Tensor, count: float) -> None:
+        self.sums[bias] = self.sums.get(bias, torch.zeros(())) + total
+        self.counts[bias] += count
+
+    @staticmethod
+    def of(bias: Place, *means: _Mean) -> Tensor:
+        total = sum((mean.sums[bias] for mean in means if bias in mean.sums), torch.zeros(()))
+        return total / sum(mean.counts[bias] for mean in means)
+
+
+def _holds(bias: Place, first: _Mean, second: _Mean) -> bool:
+    """Whether the mean error of either half of the sample makes that of the other smaller."""
+    if bias not in first.sums or bias not in second.sums:
+        return False
+    a, b = _Mean.of(bias, first), _Mean.of(bias, second)
+    return bool(2 * (a @ b) > torch.maximum(a @ a, b @ b))
 
 
 def correct_in_order(root: InterceptedForward, layers: Layers, kept: KeptBatches) -> None:
@@ -142,20 +170,20 @@ def _bias_of(layers: Layers, op: SeenOp) -> Place | None:
 def _add(layers: Layers, corrections: dict[Place, Tensor]) -> None:
     """Add to the biases; layers of modules that have none get one."""
     for (path, name), correction in corrections.items():
-        module = layers.modules[path]
-        known = module._parameters.get(name)
+        known = layers.modules[path]._parameters.get(name)
         if known is None:
-            _give_bias(layers, path, correction)
+            give_bias(layers.token, path, correction)
+        elif known.numel() == correction.numel():
+            known.data.add_(correction.reshape(known.shape))
+        else:
             continue
-        corrected = known.detach() + correction.reshape(known.shape) if known.numel() == correction.numel() else None
-        if corrected is not None:
-            known.data.copy_(corrected)
+        layers.changed.add((path, name))
 
 
-def _give_bias(layers: Layers, path: str, bias: Tensor) -> None:
-    layers.modules[path].bias = nn.Parameter(bias.clone(), requires_grad=False)
+def give_bias(token: QuantizedModelToken, path: str, bias: Tensor) -> None:
+    """Give a layer that has none a bias."""
+    token.modules[path].bias = nn.Parameter(bias.clone(), requires_grad=False)
     ref = ParameterRef(path, "bias", True, tuple(bias.shape), (1,), 0)
-    for op in layers.token.record.ops:
+    for op in token.record.ops:
         if op.leaf == path and op.bias is None:
             op.bias = ref
-    assert tensor_of(ref, layers.modules) is not None

@@ -113,8 +113,10 @@ def _factors(layers: Layers, op: SeenOp, x: Tensor) -> Tensor | None:
 def _apply(layers: Layers, op: SeenOp, scaled: list[ParameterRef], factors: Tensor) -> None:
     for ref in scaled:
         registered, name = source_of(ref, layers.modules)
+        layers.changed.add(ref.key)
         registered[name].data.mul_(factors.reshape(-1, *[1] * (registered[name].dim() - 1)))
     assert op.weight is not None
+    layers.changed.add(op.weight.key)
     registered, name = source_of(op.weight, layers.modules)
     weight = registered[name].data
     depthwise = op.row.ndim and op.constants[6] != 1

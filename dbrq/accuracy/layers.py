@@ -26,6 +26,7 @@ class Layers:
         qparams: key -> how the value is quantized; methods change it.
         smoothing: canonical place of a weight -> factors of what its layer reads.
         refined: canonical place of a weight -> its parts, where a method has chosen them.
+        changed: places of parameters that methods have changed.
     """
 
     token: QuantizedModelToken
@@ -33,6 +34,7 @@ class Layers:
     qparams: dict[int, QParams]
     smoothing: dict[Place, Tensor] = field(default_factory=dict)
     refined: dict[Place, Parts] = field(default_factory=dict)
+    changed: set[Place] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         hooked = self.token.record.hooked()

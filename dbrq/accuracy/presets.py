@@ -121,6 +121,22 @@ PRESETS: dict[str, Preset] = {
 _MAPPINGS = {"dynamic": dynamic_qconfig_mapping, "qat": lambda: get_default_qat_qconfig_mapping("x86")}
 
 
+def named(preset: Any) -> Preset:
+    """The preset of a name, or the preset itself.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    if isinstance(preset, Preset):
+        return preset
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigurationError(
+            "there is no such preset", expected=f"a dbrq.Preset or one of {', '.join(PRESETS)}", got=repr(preset),
+            hint=nearest(preset, PRESETS) if isinstance(preset, str) else None,
+        )  # fmt: skip
+    return PRESETS[preset]
+
+
 def resolved(preset: Any, qconfig_mapping: Any) -> tuple[Preset, Any]:
     """The preset that a name or None means, and the qconfig mapping that goes with it.
 
@@ -129,19 +145,13 @@ def resolved(preset: Any, qconfig_mapping: Any) -> tuple[Preset, Any]:
     """
     if preset is None:
         return (PRESETS["default"] if qconfig_mapping is None else Preset()), qconfig_mapping
-    if isinstance(preset, Preset):
-        return preset, qconfig_mapping
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigurationError(
-            "there is no such preset", expected=f"a dbrq.Preset or one of {', '.join(PRESETS)}", got=repr(preset),
-            hint=nearest(preset, PRESETS) if isinstance(preset, str) else None,
-        )  # fmt: skip
-    if preset in _MAPPINGS:
+    found = named(preset)
+    if isinstance(preset, str) and preset in _MAPPINGS:
         if qconfig_mapping is not None:
             raise ConfigurationError(
                 f"the preset {preset!r} stands for a qconfig mapping, and there is another",
                 expected="preset or qconfig_mapping", got=type(qconfig_mapping).__name__, hint="leave one of them out",
             )  # fmt: skip
         mapping: QConfigMapping = _MAPPINGS[preset]()
-        return PRESETS[preset], mapping
-    return PRESETS[preset], qconfig_mapping
+        return found, mapping
+    return found, qconfig_mapping

@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..auto_trace import InterceptedForward
 from ..calibration.observing import is_fake_quantize
 from ..calibration.session import QuantizedModelToken, all_qparams, leave_unseen, place, token_of
 from ..calibration.surgery import bake, copied
+from ..errors import NotCalibratedError
 from ..kernels import QParams
-from .bias import correct, correct_in_order
+from .bias import correct, correct_in_order, give_bias
 from .equalization import equalize
 from .kept import KeptBatches
 from .layers import Layers
 from .presets import Preset
 from .ranges import by_output, by_percentile
 from .rounding import choose
-from .runs import Place, sampled
+from .runs import Parts, Place, nearest, sampled
 from .smoothing import smooth
 
 
@@ -31,10 +32,12 @@ class Refined:
     Attributes:
         qparams: key of a value -> how it is quantized.
         weights: canonical place of a weight -> what it consists of.
+        changed: places of the parameters that are not those of the float model.
     """
 
     qparams: dict[int, QParams]
-    weights: dict[Place, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[Place, Parts] = field(default_factory=dict)
+    changed: set[Place] = field(default_factory=set)
 
 
 @dataclass
@@ -80,7 +83,10 @@ def ready(
     qparams = all_qparams(token)
     bake(target.eval())
     with torch.inference_mode(False), torch.no_grad():
-        refined = refine(target.__dict__["forward"], token, preset, token.kept, qparams)
+        if token.recipe is None:
+            refined = refine(target.__dict__["forward"], token, preset, token.kept, qparams)
+        else:
+            refined = _as_written(token, token.recipe, qparams)
     return Ready(target, token, refined)
 
 
@@ -97,9 +103,16 @@ def refine(
     Args:
         qparams: those of ranges.
     """
-    trained = any(map(is_fake_quantize, token.observers.values()))
-    if kept is None or not kept.batches or not preset.needs_data or trained:
+    if not preset.needs_data or any(map(is_fake_quantize, token.observers.values())) or token.fixed_qparams:
         return Refined(qparams)
+    if kept is None or not kept.batches:
+        if not token.observers:  # nothing is static
+            return Refined(qparams)
+        raise NotCalibratedError(
+            f"the preset needs a sample of the calibration data, for {', '.join(preset.methods)}",
+            expected="a model prepared with this preset, or another that needs data", got="none was kept",
+            hint="prepare(..., preset=...), then calibrate",
+        )  # fmt: skip
     layers = Layers(token, sampled(root, token, kept), dict(qparams))
     if not isinstance(preset.ranges, str):
         by_percentile(layers, preset.ranges)
@@ -118,4 +131,26 @@ def refine(
         correct(layers)
     elif preset.bias_correction == "full":
         correct_in_order(root, layers, kept)
-    return Refined(layers.qparams, layers.refined)
+    return Refined(layers.qparams, layers.refined, layers.changed)
+
+
+def _as_written(token: QuantizedModelToken, recipe: Mapping[Place, Parts], qparams: dict[int, QParams]) -> Refined:
+    """What a recipe says beside ranges: it was found by a preset's methods for the model that was saved."""
+    weights = {op.weight.key: op for op in token.record.hooked() if op.weight is not None}
+    refined = Refined(qparams)
+    for (path, name), parts in recipe.items():
+        if "values" in parts:
+            known = token.modules[path]._parameters.get(name)
+            if known is None:
+                give_bias(token, path, parts["values"])
+            else:
+                known.data.copy_(parts["values"].reshape(known.shape))
+            refined.changed.add((path, name))
+        op = weights.get((path, name))
+        if op is None or op.decision.precision != "int8":
+            continue
+        if "int8" in parts:
+            refined.weights[path, name] = {part: tensor for part, tensor in parts.items() if part != "values"}
+        elif "smoothing" in parts:
+            refined.weights[path, name] = nearest(token, op, parts["smoothing"])
+    return refined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,19 @@ class Inputs:
         """Of rows, ``low`` and ``high``."""
         assert self.low is not None and self.high is not None
         return self.low, self.high
+
+    def in_halves(self) -> Iterator[tuple[Tensor, bool]]:
+        """The parts, each with whether it is in the half that is held out."""
+        if self.is_rows:
+            rows, held_out = self.rows(), self.held_out()
+            yield from ((rows[~held_out], False), (rows[held_out], True))
+        else:
+            several = len(self.parts) > 1
+            for number, part in enumerate(self.parts):
+                if several:
+                    yield part, number % 2 == 1
+                elif len(part) > 1:
+                    yield from ((part[::2], False), (part[1::2], True))
 
     def held_out(self) -> Tensor:
         """For each row, whether it is in the half that is held out: every other batch, or of one batch every other

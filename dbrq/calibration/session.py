@@ -49,6 +49,8 @@ class QuantizedModelToken(ModelToken):
         states: module path -> state.
         given: what the example ran with: name of the argument -> class; None where that is not known.
         preset: the methods that conversion applies (accuracy/presets.py).
+        recipe: what a loaded recipe says of parameters and weights, by place; None without one.
+        refined: places of the weights and parameters that a preset's methods have chosen, of a converted model.
         simulate: makes what runs the ops in place of observers, where int8 is to be tried in float.
         kept: a sample of the calls of calibration, for methods that need one; None if none does.
         lock: held by a run that observes or joins, since several threads may calibrate one model.
@@ -57,6 +59,8 @@ class QuantizedModelToken(ModelToken):
     given: dict[str, type] | None = None  # what was pickled before has none
     preset: Any = None
     kept: Any = None
+    recipe: Any = None
+    refined: tuple[tuple[str, str], ...] = ()
     simulate: Callable[[], Observer] | None = None
 
     def __init__(self, record: Record, modules: dict[str, nn.Module], resolver: QConfigResolver | None) -> None:
@@ -124,7 +128,7 @@ class QuantizedModelToken(ModelToken):
     def forget_calibration(self) -> None:
         """Drop what only further runs of the prepared model would need."""
         self.observers, self.observing, self.keys, self.ranges = {}, {}, {}, {}
-        self.record.computed, self.given, self.kept = {}, None, None
+        self.record.computed, self.given, self.kept, self.recipe = {}, None, None, None
         del self.union, self.resolver
 
     def home_hook(self, intercepted: InterceptedForward) -> Hook | None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 import reprlib
+import zlib
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..calibration.session import QuantizedModelToken, all_qparams, place, undone_on_failure
 from ..errors import ConfigurationError, RecipeError, nearest
 from ..hidden_state import state_of
 from ..kernels import QParams
-from ..kernels.ranges import WANTED, makes_sense
+from ..kernels.ranges import WANTED, are_scales, makes_sense
 from ..record.record import SeenOp
+from ..tensors import WEIGHT_PARTS
 from .files import replacing
 
 _VERSION = 1
@@ -49,6 +53,9 @@ def save_recipe(model: nn.Module, path: str | os.PathLike) -> None:
         "values": {str(key): _as_json(q) for key, q in sorted(qparams.items())},
         "ops": [_op_as_json(op) for op in token.record.hooked()],
     }
+    if token.refined:
+        content["tensors"] = {f"{path}.{name}".lstrip("."): _tensors_as_json(token, path, name)
+                              for path, name in token.refined}  # fmt: skip
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
 
@@ -81,6 +88,7 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
     _check_same_model(entries, ops)
     _check_matched(content, ops, token)
     qparams = {int(key): _from_json(key, value) for key, value in content["values"].items()}
+    recipe = _tensors_from_json(content.get("tensors", {}), token)
     pairs = list(zip(ops, entries, strict=True))
     with token.lock, undone_on_failure(token):
         default = place(token, {})
@@ -103,6 +111,7 @@ def load_recipe(prepared: nn.Module, path: str | os.PathLike) -> nn.Module:
             )
         kept = set(edited.keys.values())
         token.fixed_qparams = {key: q for key, q in qparams.items() if key in kept}
+        token.recipe = recipe
     return prepared
 
 
@@ -182,6 +191,55 @@ def _bad(entry: str, expected: str, got: Any) -> RecipeError:
         got=reprlib.repr(got),
         hint="correct or save it again",
     )
+
+
+def _tensors_as_json(token: QuantizedModelToken, path: str, name: str) -> dict[str, Any]:
+    """What a preset's methods have chosen of a parameter or of an int8 weight."""
+    module = token.modules[path]
+    found: dict[str, Any] = {}
+    if (parameter := module._parameters.get(name)) is not None:
+        found["values"] = parameter.detach().flatten().tolist()
+    for part in WEIGHT_PARTS:
+        tensor = module._buffers.get(f"{name}_{part}")
+        if tensor is not None and part == "int8":
+            found[part] = base64.b64encode(zlib.compress(tensor.contiguous().numpy().tobytes())).decode()
+        elif tensor is not None:
+            found[part] = tensor.tolist()
+    return found
+
+
+def _tensors_from_json(content: Any, token: QuantizedModelToken) -> dict[tuple[str, str], dict[str, Tensor]] | None:
+    """place -> part -> tensor; None where a recipe says nothing of tensors."""
+    if not isinstance(content, dict):
+        raise _bad("tensors", "an object", content)
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for full, entry in content.items():
+        path, _, name = full.rpartition(".")
+        module = token.modules.get(path)
+        held = None if module is None else module._parameters.get(name, module._buffers.get(name))
+        if module is None or not isinstance(entry, dict) or (held is None and set(entry) != {"values"}):
+            raise _bad(f"the tensor {full}", "a parameter of the model, with values or int8, scale, smoothing", entry)
+        try:
+            found[path, name] = {part: _tensor_from_json(part, value, held) for part, value in entry.items()}
+        except (ValueError, TypeError, RuntimeError, zlib.error) as error:
+            raise _bad(f"the tensor {full}", "numbers of the shape that the model has", error) from error
+    return found or None
+
+
+def _tensor_from_json(part: str, value: Any, held: Tensor | None) -> Tensor:
+    if part == "int8":
+        assert held is not None
+        raw = bytearray(zlib.decompress(base64.b64decode(value, validate=True)))
+        return torch.frombuffer(raw, dtype=torch.int8).reshape(held.shape).clone()
+    tensor = torch.tensor(value, dtype=torch.float32)
+    fits = part in ("values", "scale", "smoothing", "zero_point") and tensor.dim() == 1
+    length = tensor.numel() if held is None else {
+        "values": held.numel(), "smoothing": held.shape[-1] if held.dim() else 1,
+    }.get(part, tensor.numel())  # fmt: skip
+    positive = part not in ("scale", "smoothing") or are_scales(tensor)
+    if not fits or tensor.numel() != length or not positive or not bool(tensor.isfinite().all()):
+        raise ValueError(f"{part} of {tuple(tensor.shape)}")
+    return tensor
 
 
 def _op_as_json(op: SeenOp) -> dict[str, Any]:
