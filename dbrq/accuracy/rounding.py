@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..eager.weights import levels_of
 from ..kernels import ints
 from ..record.record import SeenOp
 from .layers import Layers
@@ -52,7 +53,7 @@ def _rounded(layers: Layers, op: SeenOp, rounding: Rounding, round_rows: Callabl
     if "smoothing" in parts:
         weight = weight / parts["smoothing"]
     weight = weight.flatten(1) / scale[:, None]  # in steps
-    low, high = min(int(int8.min()), -127), 127
+    low, high = levels_of(op.qconfig)
     nearest = int8.flatten(1).to(torch.float32)
     importance = weights_of_rows(x @ (weight * scale[:, None]).T) if not op.row.ndim else torch.ones(len(x))
     weighted = x * importance.sqrt()[:, None]

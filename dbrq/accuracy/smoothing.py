@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.families import root_of
+from ..eager.weights import levels_of
 from ..kernels import QParams
 from ..record.record import SeenOp
 from .layers import Layers, affine
@@ -105,6 +106,7 @@ class _Search:
         if len(weight) > _OUTPUTS:
             weight = weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))[:_OUTPUTS]]
         self.weight = weight
+        self.levels = levels_of(group.ops[0].qconfig)
         self.weight_width = torch.cat([layers.weight(op).abs().amax(0)[None] for op in by_weight.values()]).amax(0)
         self.y = self.x @ weight.T
         self.counts = weights_of_rows(self.y)[:, None]
@@ -145,8 +147,8 @@ class _Search:
             factors = None if candidate is None else self._factors(candidate, seen.abs().amax(0))
             x = self.x if factors is None else self.x * factors
             weight = self.weight if factors is None else self.weight / factors
-            scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
-            weight = torch.round(weight / scale).mul_(scale)
+            scale = (weight.abs().amax(1, keepdim=True) / self.levels[1]).clamp(min=1e-12)
+            weight = torch.round(weight / scale).clamp_(*self.levels).mul_(scale)
             q = self.like
             if clip is not None:
                 low, high = (end.item() for end in torch.aminmax(x[~held_out]))

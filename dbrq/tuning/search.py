@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -164,7 +165,7 @@ class _Search:
         if evaluate is None:
             self.float_metric = math.inf
         else:
-            self.float_metric = self.log.metric("float", lambda: self.simulated.metric_of_float(evaluate))
+            self.float_metric = self.log.kept("float", lambda: self.simulated.metric_of_float(evaluate))
         self.times = self.simulated.times()
         self.whole_time = sum(self.times.values()) or 1.0
 
@@ -189,7 +190,7 @@ class _Search:
         assert self.best is not None
         base, name = self.best[2], self.best[0].preset
         self.stages.at("what each op costs")
-        order = self._order(base)
+        order = self.log.kept(f"{name}: order", lambda: self._order(base))
 
         def keeps(count: int) -> bool:
             return self._try(name, dataclasses.replace(base, keep=(*base.keep, *map(_escaped, order[:count]))))
@@ -223,7 +224,7 @@ class _Search:
             self.left -= 1
             return float(self.evaluate(model)) if self.evaluate is not None else self._sqnr(model)
 
-        metric = self.log.metric(f"{name} {sorted(preset.keep)}", measured)
+        metric = self.log.kept(f"{name} {sorted(preset.keep)}", measured)
         drop = self.sign * (self.float_metric - metric) if self.evaluate is not None else max(_ENOUGH_DB - metric, 0.0)
         floats = tuple(op.path for op in self._kept_ops(preset))
         slowdown = sum(self.times.get(path, 0.0) for path in floats) / self.whole_time
@@ -253,36 +254,33 @@ class _Search:
 
 
 class _Log:
-    """Metrics that were found, in a file if there is one."""
+    """What was found, in a file if there is one."""
 
     def __init__(self, path: str | os.PathLike | None) -> None:
         self.path = path
-        self.known: dict[str, float] = {}
-        if path is not None and os.path.exists(path):
-            self.known = _read(path)
+        self.known: dict[str, Any] = _read(path) if path is not None and os.path.exists(path) else {}
 
-    def metric(self, name: str, measure: Callable[[], float]) -> float:
+    def kept(self, name: str, find: Callable[[], Any]) -> Any:
+        """What was found under ``name``, or what ``find`` finds."""
         if name not in self.known:
-            self.known[name] = measure()
+            self.known[name] = find()
             if self.path is not None:
                 with replacing(self.path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
-                    json.dump({"dbrq trials": 1, "metrics": self.known}, file, indent=1)
+                    json.dump({"dbrq trials": 1, "found": self.known}, file, indent=1)
         return self.known[name]
 
 
-def _read(path: str | os.PathLike) -> dict[str, float]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        content = error
-    metrics = content.get("metrics") if isinstance(content, Mapping) and content.get("dbrq trials") == 1 else None
-    if not isinstance(metrics, dict) or not all(isinstance(value, (int, float)) for value in metrics.values()):
+def _read(path: str | os.PathLike) -> dict[str, Any]:
+    content: Any = None
+    with contextlib.suppress(ValueError), open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    found = content.get("found") if isinstance(content, Mapping) and content.get("dbrq trials") == 1 else None
+    if not isinstance(found, dict) or not all(isinstance(value, (float, int, list)) for value in found.values()):
         raise ConfigurationError(
             "the file to resume from holds no trials of tune", expected="what tune(..., resume=path) wrote",
             got=str(path), hint="remove it, or name another file",
         )  # fmt: skip
-    return {name: float(value) for name, value in metrics.items()}
+    return found
 
 
 def _as_preset(preset: str | Preset) -> Preset:

@@ -12,7 +12,9 @@ from ..accuracy.models import Outliers, batches
 
 
 class OneBad(nn.Module):
-    """Three layers, of which the second reads values that int8 cannot hold."""
+    """Three layers, of which the second reads some rows that are far larger than the others, which int8 cannot hold
+    together.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +23,8 @@ class OneBad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.bad(torch.sinh(6 * h)) / 60))
+        h = torch.where(x[:, :1] > 1.3, 300 * h, h)
+        return self.last(torch.tanh(self.bad(h)))
 
 
 DATA = batches(64, 32)
@@ -102,7 +105,9 @@ def test_tune_returns_what_is_needed_to_float_and_no_more() -> None:
     assert result.reached and result.metric >= 0.99 and result.float_metric == 1.0
     assert evaluate(result.model) == result.metric
     floats = [row.path for row in dbrq.report(result.model).rows if "preset keeps" in row.reason]
-    assert floats == ["bad"] or not floats
+    assert len(floats) < 3
+    fewer = [trial for trial in result.trials if len(trial.floats) < len(floats)]
+    assert fewer and all(trial.drop > 0.01 for trial in fewer)
     assert len(calls) <= 1 + len(result.trials) + 1
     assert result.trials[0].preset == "fast" and "metric" in str(result)
 
