@@ -119,6 +119,14 @@ def onnx(model, quantized, path):
     assert (path / "model.onnx").stat().st_size > 1000
 
 
+def accuracy(model, quantized, path):
+    again = dbrq.quantize(model, [X], preset=dbrq.Preset(smoothing=True, bias_correction="fast"))
+    assert sqnr(model(X), again(X)) > 25
+    assert dbrq.sensitivity(model, [X]).rows
+    result = dbrq.tune(model, [X], max_drop=30)
+    assert isinstance(result, dbrq.TuneResult) and result.reached
+
+
 def profiles(model, quantized, path):
     lowered = dbrq.lower(quantized, X)
     assert dbrq.profile(lowered, X, repeats=2).rows
@@ -136,6 +144,7 @@ CASES: dict[Callable, tuple[str, ...]] = {
     graphs: ("rewrite", "export"),
     onnx: ("export_onnx",),
     profiles: ("profile", "lowered_form"),
+    accuracy: ("Preset", "sensitivity", "tune", "TuneResult"),
 }
 
 

@@ -19,6 +19,7 @@ from ..kernels.ranges import by_row, seven_bits
 from ..mappings import Role
 from ..record.parameters import source_of
 from ..record.record import SeenOp
+from ..tensors import version_of
 from .kept import Batch, KeptBatches
 
 Place = tuple[str, str]
@@ -303,9 +304,9 @@ class Simulation(Looking):
         smoothed = op.weight is not None and op.weight.key in self.rounding.smoothing
         name = (id(x), -1 if smoothed else key)
         known = None if smoothed else self._held.get(name)
-        if known is not None and known[0] is x and known[1] == x._version:
+        if known is not None and known[0] is x and known[1] == version_of(x):
             return known[2]
         value = self.rounding.rounded(op, key, x)
         if not smoothed:
-            self._held[name] = x, x._version, value
+            self._held[name] = x, version_of(x), value
         return value
