@@ -448,9 +448,15 @@ class GraphRun(RunCall):
         cached = self._reads.get(key)
         if cached is not None and cached[0] is x:
             return cached[1]
-        smoothed = x if hook.smoothing is None else self.recorder.call(torch.mul, (x, hook.smoothing), {})
+        smoothed = x if hook.smoothing is None else self._smoothed(x, hook.smoothing)
         result = self.recorder.quantized(smoothed, qparams)
         self._reads[key] = x, result
+        return result
+
+    def _smoothed(self, x: Tensor, factors: Tensor) -> Tensor:
+        name = f"{self.recorder.node_of(x).name}_smoothed"
+        result = self.recorder.call(torch.mul, (x, factors), {}, name=name)
+        self.recorder.node_of(result).meta["smooths"] = True  # for backends, which multiply in other places
         return result
 
     def _qparams(self, x: Tensor) -> QParams:

@@ -33,6 +33,7 @@ from .lowered_model import LoweredModel
 from .onednn import OneDNNModel
 from .passes import fold_constants, sizes_of_integers, written_as_laid_out, written_attributes
 from .self_test import SelfTest, expected_outputs, widest_level
+from .smoothing import fold_factors
 
 #: Held while a switch of the process may be off.
 _WARMING = threading.Lock()
@@ -218,6 +219,7 @@ def lower_graph(
     torchscript.check_said(lowering)
     fold_constants(lowering)
     sizes_of_integers(lowering)
+    fold_factors(lowering)
     lowering.apply(torchscript.REWRITES, check if DEBUG else None)
     torchscript.merge_linears(lowering)
     patterns.add_masks_once(lowering)

@@ -18,7 +18,7 @@ from ..kernels import script
 from ..op_facts import is_written, writes, written
 from .passes import written_attributes
 
-_READS_FLOAT32 = (script.Quantize, script.QuantizeImage)
+_READS_FLOAT32 = (script.Quantize, script.QuantizeSmoothed, script.QuantizeImage)
 _FLOATS = (torch.float32, torch.bfloat16)
 _SCALES = (script.dequantize_weight, script.weight_only_linear)
 

@@ -67,6 +67,13 @@ def is_weight(node: Any) -> bool:
     return is_call(node, DEQUANTIZE_PER_CHANNEL)
 
 
+def is_smoothing(node: Any) -> bool:
+    """Whether a node multiplies what a linear layer reads by the factors of its channels: as a part of that layer, like
+    the quantization behind it.
+    """
+    return is_call(node, torch.mul) and bool(node.meta.get("smooths"))
+
+
 def _converts(node: fx.Node) -> bool:
     """Whether a node only quantizes or dequantizes."""
     return node.target in (QUANTIZE, DEQUANTIZE, QUANTIZE_ROWS, DEQUANTIZE_ROWS, DEQUANTIZE_PER_CHANNEL)
@@ -212,7 +219,7 @@ class Lowering:
                 if any(n.name in self.kept and not _converts(n) for n in nodes):
                     self.note(rewrite.name, head, "no: a kernel gave wrong numbers, or might choose another layout")
                     continue
-                op, *ops = (n.meta.get("op") for n in nodes)
+                op, *ops = (None if is_smoothing(n) else n.meta.get("op") for n in nodes)
                 kernel = rewrite.replace(self, nodes)
                 self.note(rewrite.name, head, kernel)
                 for behind in ops:

@@ -16,7 +16,7 @@ from ..graph.nodes import walk
 from ..op_facts import Facts
 
 #: What of a node's ``meta`` a graph keeps.
-_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "layout", "structure")
+_KEPT = ("path", "op", "site", "shape", "dtype", "contiguous", "layout", "structure", "smooths")
 
 
 class Ref:

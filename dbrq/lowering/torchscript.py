@@ -30,6 +30,7 @@ from .engine import (
     is_call,
     is_dequantize,
     is_quantize,
+    is_smoothing,
     qparams_of,
     row_of,
 )
@@ -159,9 +160,6 @@ def _compute_rewrites() -> list[Rewrite]:
     ]
 
 
-# Linear layers with other activations
-
-
 # Matmuls
 
 
@@ -283,15 +281,20 @@ def _quantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return "quantize"
 
 
+def _quantize_smoothed(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
+    product, node = nodes
+    kernel = script.QuantizeSmoothed(qparams_of(node), lowering.tensor(product.args[1]))
+    path = lowering.hold(node.name, kernel)
+    lowering.replace(node, lowering.call(node, path, (product.args[0],), node, qparams=qparams_of(node)))
+    return "multiply + quantize"
+
+
 def _dequantize(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     (node,) = nodes
     qparams = qparams_of(node)
     args = (node.args[0], qparams.scale, qparams.zero_point, lowering.dtype)
     lowering.replace(node, lowering.call(node, script.dequantize, args, node, dtype=lowering.dtype))
     return "dequantize"
-
-
-# Spellings
 
 
 #: In order: spellings, integers, matmuls, convolutions and linear layers, and what is left between float and int8.
@@ -306,6 +309,7 @@ REWRITES: list[Rewrite] = [
     Rewrite("average_quantize", [_averages, is_quantize], fine, _average_to_int8),
     on("average", _averages, _average_integers),
     on("requantize", _requantizes, _requantize),
+    Rewrite("quantize_smoothed", [is_smoothing, is_quantize], fine, _quantize_smoothed),
     on("quantize", is_quantize, _quantize),
     on("dequantize", is_dequantize, _dequantize),
     DEQUANTIZE_WEIGHT,

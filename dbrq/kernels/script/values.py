@@ -83,6 +83,29 @@ class Quantize(nn.Module):
         return bits.to(torch.uint8)
 
 
+class QuantizeSmoothed(nn.Module):
+    """float32 or bfloat16 -> uint8 of the same shape, the channels of the last axis multiplied by factors before.
+
+    Args:
+        factors: float32 ``[channels]``.
+    """
+
+    __constants__ = ["high", "low"]
+    factors: Tensor
+    shift: Tensor
+
+    def __init__(self, qparams: QParams, factors: Tensor) -> None:
+        super().__init__()
+        self.low, self.high = ROUND + qparams.quant_min, ROUND + qparams.quant_max
+        self.register_buffer("factors", factors.double().div(qparams.scale).to(torch.float32))
+        self.register_buffer("shift", torch.tensor(ROUND + qparams.zero_point, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        return _bits(torch.addcmul(self.shift, x, self.factors).clamp_(self.low, self.high)).to(torch.uint8)
+
+
 class QuantizeImage(nn.Module):
     """float32 ``[N, 3, H, W]`` -> uint8 ``[N, 4, H + 2 ph, W + 2 pw]`` in channels_last, the fourth channel 0.
 

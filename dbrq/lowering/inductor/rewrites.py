@@ -24,6 +24,7 @@ from ..engine import (
     row_of,
 )
 from ..patterns import computes, epilogues, fine, moves, on
+from ..smoothing import fold_factors
 from .convolutions import fault_in_words, geometry_of
 
 #: Ops for which Inductor calls int8 kernels.
@@ -265,6 +266,7 @@ REWRITES: list[Rewrite] = [
 
 def prepare(lowering: Lowering) -> None:
     """Rewrite a Q/DQ graph, which Inductor takes as it is, into one of which it makes more."""
+    fold_factors(lowering)
     lowering.apply(REWRITES)
     remove_dead(lowering.graph)
     lowering.graph.lint()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...eager.views import names_dtype
 from ...graph.nodes import DEQUANTIZE_ROWS, is_impure
 from ...kernels import QParams, script
 from ...mappings import DROPOUTS, TABLE, OpRow, Role
@@ -29,6 +28,7 @@ from ..engine import (
     is_dequantize,
     is_dynamic_input,
     is_quantize,
+    is_smoothing,
     is_weight,
     only_user,
     qparams_of,
@@ -400,7 +400,7 @@ def _partition(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
                         qparams=chain.out or last.meta.get("qparams"), op=head.meta.get("op"))  # fmt: skip
     lowering.replace(last, new)
     for node in chain.nodes[1:]:
-        if is_quantize(node):  # of whoever reads it
+        if is_quantize(node) or is_smoothing(node):  # of whoever reads it
             continue
         if (op := node.meta.get("op")) is not None and op != head.meta.get("op"):
             lowering.kernels.setdefault(op, f"fused into {head.meta.get('op') or head.name}")
@@ -436,53 +436,6 @@ def read_channels_last(lowering: Lowering) -> None:
             lowering.modules[node.target] = dataclasses.replace(partition, channels_last=True)
 
 
-def quantize_before_moves(lowering: Lowering) -> None:
-    """What is quantized after it was moved about in float is quantized where it was computed, and moved as integers."""
-    graph = lowering.graph
-    if lowering.writes:
-        return
-    for quantize in list(graph.nodes):
-        if not is_quantize(quantize):
-            continue
-        moves: list[fx.Node] = []
-        source = quantize.args[0]
-        while isinstance(source, fx.Node) and len(source.users) == 1 and _only_moves(source):
-            moves.append(source)
-            source = bind_known(source)[1][0]
-        if (
-            not moves
-            or not isinstance(source, fx.Node)
-            or source.op in ("placeholder", "get_attr")
-            or not _is_float(source)
-        ):
-            continue
-        qparams = qparams_of(quantize)
-        with graph.inserting_after(source):
-            early = graph.call_function(quantize.target, (source, *quantize.args[1:]))
-        early.meta = {
-            **source.meta,
-            "dtype": torch.uint8,
-            "qparams": qparams,
-            "name": f"{source.name}_q",
-            "op": quantize.meta.get("op"),
-        }
-        moves[-1].replace_input_with(source, early)
-        for move in moves:
-            move.meta.update(dtype=torch.uint8, qparams=qparams)
-        lowering.replace(quantize, moves[0])
-
-
-_MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "swapaxes", "swapdims",
-                     "movedim", "moveaxis", "squeeze", "unsqueeze", "contiguous"})  # fmt: skip
-
-
-def _only_moves(node: fx.Node) -> bool:
-    found = bind(node)
-    if found is None or found[0].name not in _MOVING or names_dtype(node.args, node.kwargs):
-        return False
-    return isinstance(found[1][0], fx.Node)
-
-
 def _is_by_row(node: fx.Node) -> bool:
     found = _head(node)
     return found is not None and found[0] is _LINEAR_BY_ROW
@@ -492,15 +445,19 @@ def _reason_by_row(lowering: Lowering, nodes: Sequence[fx.Node]) -> str:
     return _reason(lowering, nodes) if lowering.dtype is torch.float32 else "rows are quantized in float32"
 
 
+def _is_between(node: fx.Node) -> bool:
+    """Whether a node only brings a value into the form in which ops take it: what computes goes first."""
+    return is_dequantize(node) or is_quantize(node) or is_smoothing(node)
+
+
 REWRITES: list[Rewrite] = [
     SILU,
     MOVES,
     _Partitioning("linear_by_row", [_is_by_row], _reason_by_row, _partition),
     DYNAMIC_LINEAR,
     WEIGHT_ONLY_LINEAR,
-    _Partitioning(
-        "partition", [lambda n: _is_head(n) and not is_dequantize(n) and not is_quantize(n)], _reason, _partition
-    ),
+    _Partitioning("partition", [lambda n: _is_head(n) and not _is_between(n)], _reason, _partition),
+    _Partitioning("smooth", [is_smoothing], _reason, _partition),
     _Partitioning("quantize", [is_quantize], fine, _partition),
     _Partitioning("dequantize", [is_dequantize], fine, _partition),
 ]

@@ -26,6 +26,7 @@ from ..graph_data import from_data
 from ..lowered_model import LoweredModel, number_key, sharing, without_code, write_back, written_inputs
 from ..passes import fold_constants, reduce_mutation, sizes_of_integers, written_as_laid_out, written_attributes
 from ..patterns import add_masks_once, free_of_strides
+from ..smoothing import fold_factors
 from . import mapping
 from .binding import replacements
 from .builder import Builder, DynamicShapes, PackedWeights, Unsupported
@@ -33,6 +34,7 @@ from .emitters import emit, emit_conversion
 from .execution import Runner
 from .free_sizes import all_plainly, depending, loop, sizes_seen
 from .library import library
+from .moves import quantize_before_moves
 from .op import scriptable
 from .partitions import Partition
 from .segments import Segment, dynamic_nodes, known_dynamic, segments_of
@@ -418,7 +420,8 @@ def mapped(lowering: Lowering) -> None:
     lowering.kept |= written_as_laid_out(lowering.graph)
     fold_constants(lowering)
     sizes_of_integers(lowering)
-    mapping.quantize_before_moves(lowering)
+    fold_factors(lowering)
+    quantize_before_moves(lowering)
     lowering.apply(mapping.REWRITES)
     mapping.read_channels_last(lowering)
     add_masks_once(lowering)

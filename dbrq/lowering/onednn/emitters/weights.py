@@ -89,7 +89,7 @@ class _Parameters:
             return moved if bias is None else moved + bias
 
         return b.constant(
-            ("bias", self.path, None if path is None else path.path, shift, self.qparams, self._norm), make
+            ("bias", self.path, self.scale_path, path and path.path, shift, self.qparams, self._norm), make
         )
 
     def scales(self) -> Value:
@@ -345,7 +345,7 @@ class _ByRow(_Parameters):
         """What the layer without its bias makes of a row of ones."""
         b, path = self.b, self.scale_path
         assert path is not None
-        return b.constant(("column", self.path), lambda: script.of_ones(self.held, b.held(path)))
+        return b.constant(("column", self.path, path), lambda: script.of_ones(self.held, b.held(path)))
 
 
 def linear_by_row(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
