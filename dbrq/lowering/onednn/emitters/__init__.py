@@ -6,6 +6,7 @@ An emitter gets the builder, the partition and its head's arguments, and returns
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,13 +75,23 @@ def _emitted(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]
 
 
 def _in_parts(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
-    """A primitive for the head, and one for each step."""
+    """A primitive that quantizes behind one for all else, as there is none that multiplies floats and writes uint8; or
+    a primitive for the head, and one for each step, the last of which quantizes.
+    """
+    if p.row.name != "elementwise" and p.steps and p.out is not None:
+        with contextlib.suppress(Unsupported):
+            return b.quantized(_emitted(b, p.in_float(), arguments, operands), p.out)
     result = arguments[0]
     if p.row.name != "elementwise":
         result = Given(_emitted(b, dataclasses.replace(p, steps=(), out=None), arguments, operands))
+    last = p.steps[-1:] if p.out is not None else ()
     try:
-        for step in p.steps:
+        for step in p.steps[: len(p.steps) - len(last)]:
             result = Given(chain(b, result, [step], operands, None))
+        if last:
+            with contextlib.suppress(Unsupported, OneDNNError):
+                return chain(b, result, last, operands, p.out)
+            result = Given(chain(b, result, last, operands, None))
     except OneDNNError as error:
         raise Unsupported(str(error)) from error
     return result.value if p.out is None else b.quantized(as_model_float(b, result), p.out)

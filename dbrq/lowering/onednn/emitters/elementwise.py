@@ -14,7 +14,7 @@ from .. import binding
 from ..binding import Alg, Arg
 from ..builder import Builder, Unsupported
 from ..epilogue import Epilogue, Given
-from ..layouts import channels_last
+from ..layouts import channels_last, in_order
 from ..partitions import BatchNorm, Function, Partition, Step, Weight, With
 from ..values import Value
 from .common import FLOATS, as_model_float, checked, dense, fitted_to, without_repeats
@@ -81,9 +81,11 @@ def _of_two_in(b: Builder, x: Given, other: Given, alg: Alg, steps: Sequence[Ste
     if not in_float and alg not in (Alg.ADD, Alg.SUB):
         raise Unsupported("integers are added only")
     one, two = (as_model_float(b, x), as_model_float(b, other)) if in_float else (x.value, other.value)
-    one = dense(b, one)
-    if not one.shape:
+    value = dense(b, one)
+    if not value.shape:
         raise Unsupported("it has no dimensions")
+    # Where an axis of size 1 has a stride that is another's too, no kernel broadcasts.
+    one = value.like(value.shape, in_order(value.shape, value.strides))
     fitted = fitted_to(b, one.shape, one.strides, repeated)
     two = fitted(two)
     e = Epilogue()
@@ -99,7 +101,7 @@ def _of_two_in(b: Builder, x: Given, other: Given, alg: Alg, steps: Sequence[Ste
     dst = b.new(one.shape, b.dtype if out is None else torch.uint8, one.strides)
     primitive = binding.binary(alg, one.desc, two.desc, dst.desc, e.attributes)
     b.run(checked(primitive, one.numel), {**e.places, Arg.SRC: one, Arg.SRC_1: two, Arg.DST: dst})
-    return dst
+    return dst.like(value.shape, value.strides)
 
 
 def batch_norm(b: Builder, p: Partition, arguments: list[Any], operands: list[Any]) -> Value:
