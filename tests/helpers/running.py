@@ -53,15 +53,18 @@ def graph_of(quantized: nn.Module, x: Any) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def old_quantization() -> Iterator[None]:
-    """torch.ao's deprecated quantization: the oneDNN engine, and its warnings about itself kept out of our suite."""
-    engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "onednn"
+    """torch.ao's deprecated quantization: the oneDNN engine, and its warnings about itself kept out of our suite.
+
+    Its tracer looks for the lines that a node's stack trace names, which takes as long as all else that it does.
+    """
+    engine, traces = torch.backends.quantized.engine, torch.fx.config.do_not_emit_stack_traces
+    torch.backends.quantized.engine, torch.fx.config.do_not_emit_stack_traces = "onednn", True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.backends.quantized.engine = engine
+        torch.backends.quantized.engine, torch.fx.config.do_not_emit_stack_traces = engine, traces
 
 
 def fx_quantize(
