@@ -304,7 +304,10 @@ def seen(node: fx.Node, watched: Watching, given: Iterable[tuple[Tensor, fx.Node
 
 def called(node: fx.Node) -> str:
     """The name of what a node calls."""
-    target = node.target
+    return _name_of(node.target)
+
+
+def _name_of(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
@@ -320,20 +323,24 @@ _PASS_ON = frozenset({"getitem", "getattr", "_unwrap_optional"})
 
 def assumed(node: fx.Node) -> Facts:
     """What a node that nobody saw run may do. Kernels of dbrq's own return new memory."""
-    name = called(node)
-    first = (0,) if leaves_of(node) else ()
-    if node.op not in ("call_function", "call_method") or getattr(node.target, "__module__", "").startswith("dbrq"):
+    if node.op not in ("call_function", "call_method"):
+        return Facts(called(node))
+    return _assumed_of(node.target, bool(node.args or node.kwargs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _assumed_of(function: Any, has_arguments: bool) -> Facts:
+    name = _name_of(function)
+    first = (0,) if has_arguments else ()
+    if getattr(function, "__module__", "").startswith("dbrq"):
         return Facts(name)
     if name in _PASS_ON:
         return Facts(name, (), first)
-    function: Any = node.target
     found = _overloads(function)
-    writes: set[int] = set()
-    if found and mutates(function):
-        writes = set(first)
+    writes = first if found and mutates(function) else ()
     aliases = first if may_alias(function) or writes else ()
     dynamic = any(tag in op.tags for op in found for tag in _DYNAMIC_TAGS) and function is not operator.getitem
-    return Facts(name, tuple(writes), aliases, bool(found) and may_be_random(function), dynamic)
+    return Facts(name, writes, aliases, bool(found) and may_be_random(function), dynamic)
 
 
 def is_unsaid(node: fx.Node) -> bool:

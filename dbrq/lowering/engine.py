@@ -94,8 +94,11 @@ def row_of(node: Any) -> OpRow | None:
 
 def bind(node: Any) -> tuple[OpRow, list[Any]] | None:
     """The row of a node and its arguments in the row's order."""
-    if not isinstance(node, fx.Node) or is_impure(node):  # it does more than its row says
-        return None
+    found = _looked_up(node) if isinstance(node, fx.Node) else None
+    return None if found is None or is_impure(node) else found  # one that is impure does more than its row says
+
+
+def _looked_up(node: fx.Node) -> tuple[OpRow, list[Any]] | None:
     target: Any = node.target
     if node.op == "call_method":
         method: Any = getattr(torch.Tensor, target, None)
