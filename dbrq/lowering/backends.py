@@ -281,6 +281,8 @@ def _scripted(lowering: Lowering, quantized: nn.Module) -> torch.jit.ScriptModul
     _keep_to_state(module, written_attributes(lowering.graph))
     module.dbrq_version = __version__  # type: ignore[assignment]  # torch's stubs know tensors and modules only
     module.dbrq_report = _report_json(lowering, quantized)  # type: ignore[assignment]  # likewise
+    # Else torch.jit.script asks of each attribute of the fx.Graph, a property that is no tensor, what type it has.
+    module.__jit_ignored_attributes__ = ["_graph"]  # type: ignore[assignment]  # likewise
     try:
         # One at a time: CPython 3.11's parser, which torch.jit calls, loses count of its depth in several threads.
         # Quiet of torch.jit's end, and of annotations of fx.GraphModule's own.
