@@ -37,6 +37,7 @@ from .inspection.report import report
 from .lowering import lower, lowered_form
 from .rewriter import rewrite
 from .selfcheck import set_self_check
+from .serialization.calibrations import load_calibration, save_calibration
 from .serialization.models import load, save
 from .serialization.pretrained import from_pretrained
 from .serialization.recipes import load_recipe, save_recipe
@@ -74,6 +75,7 @@ __all__ = [
     "find_fusions",
     "from_pretrained",
     "load",
+    "load_calibration",
     "load_recipe",
     "log_values",
     "lower",
@@ -84,6 +86,7 @@ __all__ = [
     "report",
     "rewrite",
     "save",
+    "save_calibration",
     "save_recipe",
     "sensitivity",
     "set_self_check",

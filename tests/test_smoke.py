@@ -104,6 +104,8 @@ def files(model, quantized, path):
     dbrq.save_recipe(quantized, path / "recipe.json")
     again = dbrq.convert(dbrq.load_recipe(dbrq.prepare(model, X), path / "recipe.json"))
     assert sqnr(quantized(X), again(X)) > 40
+    dbrq.save_calibration(dbrq.calibrate(dbrq.prepare(model, X), [X]), path / "calibration.pt")
+    dbrq.convert(dbrq.load_calibration(dbrq.prepare(model, X), path / "calibration.pt"))
 
 
 def graphs(model, quantized, path):
@@ -140,7 +142,7 @@ CASES: dict[Callable, tuple[str, ...]] = {
     fusions: ("find_fusions",),
     reports: ("report", "compare", "log_values"),
     checks: ("set_self_check", "doctor"),
-    files: ("save", "load", "save_recipe", "load_recipe"),
+    files: ("save", "load", "save_recipe", "load_recipe", "save_calibration", "load_calibration"),
     graphs: ("rewrite", "export"),
     onnx: ("export_onnx",),
     profiles: ("profile", "lowered_form"),

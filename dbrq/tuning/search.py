@@ -124,8 +124,11 @@ def tune(
         max_drop: by how much the metric may be worse than float's; without ``evaluate``, how many dB below 40 the SQNR
             may be.
         budget: how often a converted model may be evaluated at most.
-        qconfig_mapping, exclude: as ``prepare`` takes them.
-        unpack, max_batches, progress: as ``calibrate`` takes them.
+        qconfig_mapping: as ``prepare`` takes it.
+        exclude: as ``prepare`` takes it.
+        unpack: as ``calibrate`` takes it.
+        max_batches: as ``calibrate`` takes it.
+        progress: as ``calibrate`` takes it.
         higher_is_better: whether a higher metric is; False for errors and perplexities.
         resume: a file that trials are written to; those that it holds are not run again.
 

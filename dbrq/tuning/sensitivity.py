@@ -141,8 +141,12 @@ def sensitivity(
         data: calibration data, as ``calibrate`` takes it.
         evaluate: gives the metric of a model that is called as ``model`` is. None: the error of the outputs for a
             sample of the calibration data.
-        preset, qconfig_mapping, exclude: as ``prepare`` takes them.
-        unpack, max_batches, progress: as ``calibrate`` takes them.
+        preset: as ``prepare`` takes it.
+        qconfig_mapping: as ``prepare`` takes it.
+        exclude: as ``prepare`` takes it.
+        unpack: as ``calibrate`` takes it.
+        max_batches: as ``calibrate`` takes it.
+        progress: as ``calibrate`` takes it.
         higher_is_better: whether a higher metric is; False for errors and perplexities.
 
     Returns:
