@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import dbrq
 from dbrq.accuracy import smoothing
 from dbrq.lowering.engine import is_smoothing
+from dbrq.lowering.onednn.binding import Arg
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, steps
 from tests.helpers.patterns import DYNAMIC
@@ -204,6 +206,14 @@ def test_onednn(name):
     assert not dbrq.lowered_form(lowered).in_torch
     kernels = {row.path: row.kernel for row in dbrq.report(lowered).rows}
     assert not any(kernel.startswith("onednn: mul") for path, kernel in kernels.items() if path in "abcd"), kernels
+
+
+def test_onednn_broadcasts_factors_to_one_sequence():
+    """Written out for all tokens they would be as much to read as the value itself."""
+    quantized, x = converted(dataclasses.replace(CASES["read by a sum too"], shape=(1, 7, 19)))
+    (runner,) = dbrq.lowered_form(dbrq.lower(quantized, x, backend="onednn")).plans
+    (product,) = [step for step in runner.plan.steps if step.described()[2] == "mul + quantize"]
+    assert product.places[Arg.SRC_1].desc.shape == (1, 1, 19)
 
 
 @pytest.mark.parametrize("name", CASES)
