@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from . import selfcheck
 from ._torch import without_function_modes
 from .accuracy.kept import KeptBatches
-from .accuracy.presets import Preset, named, resolved
+from .accuracy.presets import Preset, of_conversion, resolved
 from .accuracy.refining import Ready, ready
 from .auto_trace import InterceptedForward, active
 from .calibration.data import Calls, Rest, classes_of
@@ -249,7 +249,7 @@ def convert(
     check_ready(
         token_of(prepared, "observe", "convert").record.hooked(), dict(prepared.named_modules(remove_duplicate=False))
     )
-    return finished(ready(prepared, inplace=inplace, preset=None if preset is None else named(preset)), strict)
+    return finished(ready(prepared, inplace=inplace, preset=of_conversion(preset)), strict)
 
 
 def finished(prepared: Ready, strict: bool = False) -> nn.Module:

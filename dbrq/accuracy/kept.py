@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from typing import Any
 
@@ -37,13 +39,15 @@ class KeptBatches:
         size = _bytes((args, kwargs))
         room = self.budget - sum(map(_bytes, self.batches))
         if not self.batches or (size <= room and len(self.batches) < self.most):
-            self.batches.append(_copy(args, kwargs))
-            return
-        place = self._draw.randrange(self.seen)
-        if place < len(self.batches):
-            if size > room + _bytes(self.batches[place]):
+            place = len(self.batches)
+        else:
+            place = self._draw.randrange(self.seen)
+            if place >= len(self.batches) or size > room + _bytes(self.batches[place]):
                 return
-            self.batches[place] = _copy(args, kwargs)
+        try:
+            self.batches[place : place + 1] = [_copy(args, kwargs)]
+        except (TypeError, RuntimeError, copy.Error, pickle.PickleError):
+            return  # what cannot be copied is calibrated on, and not kept
 
     def __deepcopy__(self, memo: dict) -> KeptBatches:
         new = KeptBatches(self.budget, self.most)

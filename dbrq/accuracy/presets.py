@@ -137,6 +137,21 @@ def named(preset: Any) -> Preset:
     return PRESETS[preset]
 
 
+def of_conversion(preset: Any) -> Preset | None:
+    """The preset that ``convert`` is given.
+
+    Raises:
+        ConfigurationError: there is none of this name, or it stands for a qconfig mapping, which ``prepare`` takes.
+    """
+    if isinstance(preset, str) and preset in _MAPPINGS:
+        raise ConfigurationError(
+            f"the preset {preset!r} stands for a qconfig mapping, by which models are prepared", got=preset,
+            expected=f"one of {', '.join(sorted(PRESETS.keys() - _MAPPINGS.keys()))}, or a dbrq.Preset",
+            hint=f"prepare(model, example, preset={preset!r})",
+        )  # fmt: skip
+    return None if preset is None else named(preset)
+
+
 def resolved(preset: Any, qconfig_mapping: Any) -> tuple[Preset, Any]:
     """The preset that a name or None means, and the qconfig mapping that goes with it.
 

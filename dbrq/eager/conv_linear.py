@@ -54,7 +54,6 @@ class ComputePlan(Plan):
         self.modules = state.token.modules
         assert op.weight is not None
         self.weight = StoredWeight(op.weight, state.token.weight_axes[op.weight.key])
-        self.smoothing = self.weight.smoothing(self.modules)
         self._levels = levels_of(op.qconfig)
         kept = op.weight.key in state.token.kept_weights
         self.replaced = {} if kept else self.modules[op.weight.path]._parameters
@@ -68,6 +67,10 @@ class ComputePlan(Plan):
         self.same_padding = asymmetric_padding(op)
         self.plain_input = op.pad is None and self.same_padding is None
         self.value_ids = [op.result.id, *(step.value for step in self.steps)]
+
+    @property
+    def smoothing(self) -> Tensor | None:
+        return self.weight.smoothing(self.modules)  # looked up, since other weights may have been loaded
 
     def fits(self, bound: Sequence[Any]) -> bool:
         if self.row.ndim and tuple(map(constant, bound[3:7])) != self.op.constants[3:7]:

@@ -53,6 +53,11 @@ def is_shared(read: Read, record: Record) -> bool:
 class Plan:
     """An op that runs in float, and what all plans have in common. Subclasses override ``run``."""
 
+    @property
+    def smoothing(self) -> Tensor | None:
+        """What each channel of the input is multiplied by before it is quantized; None for ones."""
+        return None
+
     def __init__(self, state: State, op: SeenOp) -> None:
         self.state, self.op, self.row, self.module_path = state, op, op.row, op.leaf
         self.reads: Sequence[Read] = op.decision.reads
@@ -60,7 +65,6 @@ class Plan:
         self.out = None if op.decision.writes is None else state.qparams(op.decision.writes)
         self.read_qparams = [state.qparams(read.value) for read in self.reads]
         self._shared = [is_shared(read, state.token.record) for read in self.reads]
-        self.smoothing: Tensor | None = None
         self.spots: set[Spot] = set()
         self.deep = self.sited = self.any_time = False
         self.products: dict[Callable, Product] = {}
@@ -340,7 +344,8 @@ class Plan:
             if not x.numel():
                 return None
             qparams = dynamic_qparams(self._smoothed(x.detach()), self.read_qparams[number].quant_max < 255)
-        meaning = qparams if self.smoothing is None else (qparams, id(self.smoothing))
+        smoothing = self.smoothing
+        meaning = qparams if smoothing is None else (qparams, id(smoothing))
         q = call.provenance.int8(x, meaning) if self._shared[number] else None
         if q is None:
             self.require_float32(x)
@@ -350,7 +355,8 @@ class Plan:
         return q, qparams
 
     def _smoothed(self, x: Tensor) -> Tensor:
-        return x if self.smoothing is None else x * self.smoothing
+        smoothing = self.smoothing
+        return x if smoothing is None else x * smoothing
 
     def is_followed(self, call: Run, x: Tensor) -> bool:
         """Whether forward wants a derivative of what the op makes of a float value, or computes it under vmap: no int8

@@ -92,6 +92,27 @@ def test_smoothed_models_are_copied_and_saved(tmp_path) -> None:  # type: ignore
     assert torch.equal(other(x), expected)
 
 
+def test_other_weights_bring_their_factors() -> None:
+    *data, x = batches(*TOKENS)
+    torch.manual_seed(1)
+    one, other = (converted(Outliers(), "transformer", [scale * d for d in data]) for scale in (1, 3))
+    assert not torch.equal(one.query.weight_smoothing, other.query.weight_smoothing)  # type: ignore[union-attr,arg-type]  # converted
+    expected = other(x)
+    one(x)
+    one.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(one(x), expected)
+
+
+def test_smoothed_models_go_to_onnx(tmp_path) -> None:  # type: ignore[no-untyped-def]  # pytest's
+    runtime = pytest.importorskip("onnxruntime")
+    *data, x = batches(*TOKENS)
+    quantized = converted(Outliers(), "transformer", data)
+    dbrq.export_onnx(quantized, x, tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert sqnr(quantized(x), torch.from_numpy(found)) > 30
+
+
 def test_a_state_dict_with_broken_factors_is_refused() -> None:
     quantized = converted(Outliers(), "transformer", batches(*TOKENS))
     state = quantized.state_dict()

@@ -83,6 +83,14 @@ def Outliers_like(prepared: nn.Module) -> nn.Module:
     return model
 
 
+def test_conversion_takes_no_mapping() -> None:
+    data = batches(4, 16, 64, count=2)
+    prepared = dbrq.calibrate(dbrq.prepare(Outliers(), data[0]), data)
+    for preset in ("dynamic", "qat"):
+        with pytest.raises(dbrq.ConfigurationError, match="by which models are prepared"):
+            dbrq.convert(prepared, preset=preset)
+
+
 def test_a_method_without_its_data_raises() -> None:
     data = batches(4, 16, 64, count=2)
     prepared = dbrq.calibrate(dbrq.prepare(Outliers(), data[0], preset="fast"), data)
