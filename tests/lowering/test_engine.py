@@ -45,9 +45,22 @@ def averaging_graph() -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
+def smoothing_graph() -> fx.GraphModule:
+    """A Q/DQ graph written by hand: an input whose channels are multiplied by factors and quantized."""
+    graph, qparams = fx.Graph(), (0.02, 7, 0, 255, torch.uint8)
+    product = graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("factors")))
+    q = graph.call_function(QUANTIZE, (product, *qparams))
+    graph.output(graph.call_function(DEQUANTIZE, (q, *qparams)))
+    product.meta.update(dtype=torch.float32, smooths=True)
+    q.meta["dtype"] = torch.uint8
+    root = nn.Module()
+    root.register_buffer("factors", torch.tensor([0.5, 2.0]))
+    return fx.GraphModule(root, graph)
+
+
 def test_every_rewrite_is_made_by_some_case():
     cases = {**CONVS, **ACTIVATIONS, **SUMS, **MATMUL_CASES, **INTEGERS, **SHARED}
-    lowerings = [lower_graph(averaging_graph())]
+    lowerings = [lower_graph(averaging_graph()), lower_graph(smoothing_graph())]
     for name, out in EXERCISING:
         model, x = made(cases[name], out)
         lowerings.append(lower_graph(dbrq.rewrite(convert(model, x, cases[name].mapping).quantized, x)))
