@@ -1044,6 +1044,8 @@ def _attempt(seed: int, rng: random.Random, without: Collection[str]) -> Program
     if not d.statements:
         raise Unusable
     config = rng.choices(("static", "dynamic", "float"), (85, 9, 6))[0]
+    if config == "static" and any("linear" in statement.rule for statement in d.statements) and d.chance(0.3):
+        config = "smoothed"
     program = Program(
         seed,
         tuple(d.parameters),

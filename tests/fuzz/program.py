@@ -61,7 +61,8 @@ class Program:
         statements: what forward does, in order.
         result: the expression that it returns.
         calls: for each call, an expression for each parameter; the first is the example.
-        config: "static", "dynamic", or "float": not quantized, only lowered.
+        config: "static", "smoothed" (static, with random factors for what linear layers read), "dynamic", or "float":
+            not quantized, only lowered.
         random: whether it draws random numbers.
         stateful: whether it writes to its buffers.
         varying: whether layers have other settings in calls of other sizes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import operator
 import re
 import time
@@ -12,12 +13,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig
 
 import dbrq
+from dbrq import Preset
+from dbrq.accuracy import refining, smoothing
+from dbrq.accuracy.layers import Layers
 from dbrq.pytree import tree_map
 
 from .judge import (
@@ -61,6 +66,19 @@ REJECTED = (
     UnboundLocalError,
     AssertionError,
 )
+
+
+def _smooth_at_random(seed: int, layers: Layers, corrected: bool) -> None:
+    """Factors for all layers that can have any, whether they help or not."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in smoothing._groups(layers):
+        inputs = [layers.inputs[key] for key in group.keys]
+        factors = torch.randn(len(inputs[0].ends()[0]), generator=generator).exp()
+        for op in group.ops:
+            assert op.weight is not None
+            layers.smoothing[op.weight.key] = factors
+        for key, its in zip(group.keys, inputs, strict=True):
+            layers.qparams[key] = smoothing._range(its, factors, (1.0, 1.0), layers.qparams[key])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +246,8 @@ class Run:
             if program.config == "dynamic":
                 mapping = QConfigMapping().set_global(default_dynamic_qconfig)
             model = copy.deepcopy(self.model)
-            prepared = dbrq.prepare(model, program.inputs(0), mapping)
+            preset = Preset(smoothing=True) if program.config == "smoothed" else None
+            prepared = dbrq.prepare(model, program.inputs(0), mapping, preset=preset)
             if not torch.equal(state, torch.get_rng_state()):
                 self._add("prepare", "random", "", "prepare changed the random state")
             with torch.no_grad():
@@ -239,7 +258,8 @@ class Run:
                         with contextlib.suppress(*REJECTED):  # as the float model does
                             prepared(*program.inputs(number))
             self.stage("convert")
-            converted = dbrq.convert(prepared)
+            with patch.object(refining, "smooth", functools.partial(_smooth_at_random, program.seed)):
+                converted = dbrq.convert(prepared)
         except Exception as error:
             self._raised("prepare", error)
             raise Stop from None

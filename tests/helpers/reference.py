@@ -58,6 +58,7 @@ class FakeQuantizeMode(TorchFunctionMode):
     def __init__(self, converted: nn.Module) -> None:
         token = state_of(converted).token
         self.ops = iter([op for op in token.record.hooked() if op.row.role is not Role.RECURRENT])
+        self.modules = token.modules
         self.qparams = {key: state.qparams(key) for state in token.states.values() for key in state.slots}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -76,7 +77,10 @@ class FakeQuantizeMode(TorchFunctionMode):
 
     def run(self, op: SeenOp, func: Callable, spelling: Any, args: tuple, kwargs: dict) -> Any:
         found = dict(activations(spelling.row, spelling.bind(args, kwargs)))
-        rounded = {id(found[read.slot]): fake_quantize(found[read.slot], self.qparams[read.value])
+        factors = 1.0
+        if op.weight is not None:
+            factors = self.modules[op.weight.path]._buffers.get(f"{op.weight.name}_smoothing", 1.0)
+        rounded = {id(found[read.slot]): fake_quantize(found[read.slot] * factors, self.qparams[read.value]) / factors
                    for read in op.decision.reads}  # fmt: skip
         if op.decision.precision == "int8" and op.decision.mode == "dynamic":
             x = found[0]
