@@ -316,11 +316,13 @@ def _compare(converted: Converted, reference: Reference, trial: Trial, call: Tri
 
 
 def _ends_op(node: fx.Node) -> bool:
-    """Whether a node has a value that its op computed, quantized perhaps, and not one that the op quantizes to read."""
+    """Whether a node has a value that its op computed, quantized perhaps, and not one that the op quantizes, or
+    multiplies by factors, to read.
+    """
     op = node.meta["op"]
     while node.target in (QUANTIZE, DEQUANTIZE) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.meta.get("op") == op
+    return node.meta.get("op") == op and "smooths" not in node.meta
 
 
 def _check_ops(reference: Reference, trial: Trial, values: Mapping[str, list[Tensor]]) -> None:

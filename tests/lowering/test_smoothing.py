@@ -17,6 +17,7 @@ import dbrq
 from dbrq.accuracy import smoothing
 from dbrq.lowering.engine import is_smoothing
 from dbrq.lowering.onednn.binding import Arg
+from tests.helpers.judging import sqnr
 from tests.helpers.models import Call
 from tests.helpers.onednn import assert_agrees, steps
 from tests.helpers.patterns import DYNAMIC
@@ -305,3 +306,23 @@ def test_a_weight_that_calls_write_to_stays(backend):
     lowered = dbrq.lower(quantized, x, backend=backend)
     for _ in range(3):
         torch.testing.assert_close(run(lowered, x), run(quantized, x), atol=0.02, rtol=0)
+
+
+def test_a_layer_that_nobody_reads_leaves_its_factors_to_others() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.first, self.second = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
+            with torch.no_grad():
+                self.norm.weight[7] *= 70
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            self.first(x)
+            return self.second(x)
+
+    torch.manual_seed(0)
+    data = [torch.randn(4, 16, 64) for _ in range(4)]
+    quantized = dbrq.quantize(Unread().eval(), data, preset="transformer")
+    assert hasattr(quantized.second, "weight_smoothing")
+    assert sqnr(quantized(data[0]), dbrq.rewrite(quantized, data[0])(data[0])) > 40
