@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ def on_terminal(progress: bool | None) -> bool:
     return (sys.stderr is not None and sys.stderr.isatty()) if progress is None else progress
 
 
-def counted(items: Sequence[T], what: str, progress: bool | None = None, unit: str = "op") -> Iterable[T]:
+def counted(items: Iterable[T], what: str, progress: bool | None = None, unit: str = "op") -> Iterable[T]:
     """``items``, with a bar while they are gone through.
 
     >>> list(counted([1, 2], "counting", progress=False))

@@ -37,7 +37,7 @@ from .fusion import find_chains
 from .guards import check_ready, freeze, without_autocast
 from .hidden_state import attach, state_of
 from .mappings import Role
-from .progress import on_terminal
+from .progress import counted
 from .pytree import call_arguments
 from .quantization_state import AutoQuantizationState
 from .record.record import SeenOp
@@ -203,19 +203,9 @@ def calibrate(
 
 def _calibrate(prepared: nn.Module, calls: Iterable[tuple[tuple, dict]], progress: bool | None) -> nn.Module:
     with torch.no_grad():
-        for args, kwargs in _with_progress(calls, progress):
+        for args, kwargs in counted(calls, "calibrating", progress, "batch"):
             prepared(*args, **kwargs)
     return prepared
-
-
-def _with_progress(data: Iterable[tuple[tuple, dict]], progress: bool | None) -> Iterable[tuple[tuple, dict]]:
-    if not on_terminal(progress):
-        return data
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return data
-    return tqdm(data, desc="calibrating", unit="batch", leave=False)
 
 
 @without_autocast()

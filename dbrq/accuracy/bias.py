@@ -28,12 +28,11 @@ def correct(layers: Layers) -> None:
     rounding = layers.rounding()
     halves: tuple[_Mean, _Mean] = (_Mean(), _Mean())
     for op in layers.ops:
-        inputs, bias = layers.sample(op), _bias_of(layers, op)
-        if inputs is None or bias is None:
+        sample, bias = layers.sample(op), _bias_of(layers, op)
+        if sample is None or bias is None:
             continue
-        assert op.weight is not None
-        weight, rounded = layers.weight(op), _part(rounding, op)
-        key = next(key for key in layers.keys(op) if layers.inputs.get(key) is inputs)
+        key, inputs = sample
+        weight, rounded = layers.weight(op), rounding.weight(op)
         for x, second in inputs.in_halves():
             output = layers.output(op, x, weight)
             error = output - layers.output(op, rounding.rounded(op, key, x), rounded)
@@ -149,12 +148,6 @@ def _by_channel(op: SeenOp, output: Tensor) -> Tensor:
     return output.movedim(-1 - op.row.ndim, 0).flatten(1)
 
 
-def _part(rounding: Rounding, op: SeenOp) -> Tensor:
-    assert op.weight is not None
-    whole = rounding.weights[op.weight.key]
-    return whole if op.weight.whole else whole.contiguous().as_strided(*op.weight.geometry)
-
-
 def _bias_of(layers: Layers, op: SeenOp) -> Place | None:
     """Where the bias of a layer is registered, or can be; None where there is no place for a correction."""
     if op.bias is not None:
@@ -162,7 +155,7 @@ def _bias_of(layers: Layers, op: SeenOp) -> Place | None:
         whole = op.bias.whole and not op.bias.computed
         others = (r for v in record.values.values() if v.parameter == op.bias.key for r in v.readers)
         return op.bias.key if whole and all(r.bias is not None and r.bias.key == op.bias.key for r in others) else None
-    if op.leaf is None or op.bias_computed or not isinstance(layers.modules[op.leaf], nn.Module):
+    if op.leaf is None or op.bias_computed:
         return None
     return (op.leaf, "bias") if layers.modules[op.leaf]._parameters.get("bias", 0) is None else None
 

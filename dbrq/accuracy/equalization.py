@@ -23,13 +23,8 @@ _MULTIPLYING = {"relu", "leaky_relu", "max_pool1d", "max_pool2d", "max_pool3d", 
 _MOST = 16.0
 
 
-def equalize(layers: Layers) -> dict[int, Tensor]:
-    """Equalize channels wherever two layers allow; weights, biases and batch norms of the model change.
-
-    Returns:
-        key of each value concerned -> the factors of its channels.
-    """
-    done: dict[int, Tensor] = {}
+def equalize(layers: Layers) -> None:
+    """Equalize channels wherever two layers allow; weights, biases and batch norms of the model change."""
     touched: set[tuple[str, str]] = set()
     for op in layers.ops:
         pair = _producer_of(layers, op)
@@ -37,18 +32,16 @@ def equalize(layers: Layers) -> dict[int, Tensor]:
             continue
         producer, scaled = pair
         keys = {ref.key for ref in scaled} | {op.weight.key if op.weight else ("", "")}
-        inputs = layers.sample(op)
-        if touched & keys or inputs is None or len(layers.keys(op)) != 1:
+        sample = layers.sample(op)
+        if touched & keys or sample is None or len(layers.keys(op)) != 1:
             continue
+        key, inputs = sample
         factors = _factors(layers, op, torch.cat([_channels(op, part) for part in inputs.parts]))
         if factors is None or len(factors) != (producer.weight.shape[0] if producer.weight else 0):
             continue
         touched |= keys
         _apply(layers, op, scaled, factors)
-        (key,) = layers.keys(op)
-        done[key] = factors
         _measure(layers, op, key, factors)
-    return done
 
 
 def _producer_of(layers: Layers, op: SeenOp) -> tuple[SeenOp, list[ParameterRef]] | None:

@@ -50,10 +50,10 @@ class Layers:
         """Keys of the values that come to a layer."""
         return list(dict.fromkeys(self.token.observing[op, vid].key for _, vid in op.activations))
 
-    def sample(self, op: SeenOp) -> Inputs | None:
-        """What a layer reads, of one value of those that come to it."""
-        found = (self.inputs.get(key) for key in self.keys(op))
-        return next((inputs for inputs in found if inputs is not None and inputs.is_rows == (op.row.ndim == 0)), None)
+    def sample(self, op: SeenOp) -> tuple[int, Inputs] | None:
+        """What a layer reads, of one value of those that come to it: the value's key, and its sample."""
+        found = ((key, self.inputs[key]) for key in self.keys(op) if key in self.inputs)
+        return next(((key, inputs) for key, inputs in found if inputs.is_rows == (op.row.ndim == 0)), None)
 
     def is_free(self, op: SeenOp) -> bool:
         """Whether nothing but layers reads the weight, whole, so that its integers may be any."""

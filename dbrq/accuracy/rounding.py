@@ -69,12 +69,12 @@ def _rounded(layers: Layers, op: SeenOp, rounding: Rounding, round_rows: Callabl
 
 def _rows(layers: Layers, op: SeenOp, rounding: Rounding) -> tuple[Tensor, Tensor] | None:
     """What the rows of the weight are multiplied by, ``[n, in]`` as int8 makes it, and which of it is held out."""
-    inputs = layers.sample(op)
+    sample = layers.sample(op)
     assert op.weight is not None
     length = torch.Size(op.weight.shape[1:]).numel()
-    if inputs is None or length > _LONGEST or op.row.ndim not in (0, 2) or op.pad is not None:
+    if sample is None or length > _LONGEST or op.row.ndim not in (0, 2) or op.pad is not None:
         return None
-    key = next(key for key in layers.keys(op) if layers.inputs.get(key) is inputs)
+    key, inputs = sample
     factors = layers.smoothing.get(op.weight.key)
     if not op.row.ndim:
         x = rounding.rounded(op, key, inputs.rows())

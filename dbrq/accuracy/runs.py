@@ -187,6 +187,12 @@ class Rounding:
             return rounded(x, self.qparams[key])
         return rounded(x * factors, self.qparams[key]) / factors
 
+    def weight(self, op: SeenOp) -> Tensor:
+        """The weight that an op reads, the part of it that is meant."""
+        assert op.weight is not None
+        whole = self.weights[op.weight.key]
+        return whole if op.weight.whole else whole.contiguous().as_strided(*op.weight.geometry)
+
 
 def rounding_of(token: QuantizedModelToken, qparams: dict[int, QParams], refined: Mapping[Place, Parts]) -> Rounding:
     """How a model that is about to be converted will round.
@@ -284,7 +290,7 @@ class Simulation(Looking):
                 bound[slot] = value
             changed = True
         if op.weight is not None and op.weight.key in self.rounding.weights and op.row.takes_weight:
-            bound[1] = self.weight_of(op)
+            bound[1] = self.rounding.weight(op)
             changed = True
         if not changed or inplace:
             return original()
@@ -294,19 +300,9 @@ class Simulation(Looking):
         """What an op makes of rounded values."""
         return run_float(op.row, bound, op.pad)
 
-    def weight_of(self, op: SeenOp) -> Tensor:
-        assert op.weight is not None
-        whole = self.rounding.weights[op.weight.key]
-        return whole if op.weight.whole else whole.contiguous().as_strided(*op.weight.geometry)
-
     def _rounded(self, op: SeenOp, key: int, x: Tensor) -> Tensor:
-        """Several ops may read one value: it is rounded once."""
-        smoothed = op.weight is not None and op.weight.key in self.rounding.smoothing
-        name = (id(x), -1 if smoothed else key)
-        known = None if smoothed else self._held.get(name)
-        if known is not None and known[0] is x and known[1] == version_of(x):
-            return known[2]
-        value = self.rounding.rounded(op, key, x)
-        if not smoothed:
-            self._held[name] = x, version_of(x), value
-        return value
+        """Several ops may read one value: it is rounded once, since all of them smooth it alike."""
+        known = self._held.get((id(x), key))
+        if known is None or known[0] is not x or known[1] != version_of(x):
+            known = self._held[id(x), key] = x, version_of(x), self.rounding.rounded(op, key, x)
+        return known[2]

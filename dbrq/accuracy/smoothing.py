@@ -77,12 +77,11 @@ def _groups(layers: Layers) -> Iterator[_Group]:
     found: dict[int, list[int]] = defaultdict(list)
     for key in readers:
         found[root_of(parents, key)].append(key)
-    weights = {op.weight.key for op in layers.ops if op.weight is not None}
     for keys in found.values():
         ops = list(dict.fromkeys(op for key in keys for op in readers[key]))
         linear = all(op.row.name == "linear" and op in layers.ops and layers.is_free(op) for op in ops)
         known = all(key in layers.inputs and layers.inputs[key].is_rows and key not in written for key in keys)
-        if linear and known and len({op.weight.shape[1] for op in ops if op.weight is not None}) == 1 and weights:
+        if linear and known and len({op.weight.shape[1] for op in ops if op.weight is not None}) == 1:
             yield _Group(ops, keys)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
+from ..kernels import ints
 from ..mappings import OpRow, Role
 from ..pytree import tree_map
-from ..record.record import TensorSpec
+from ..record.record import SeenOp, TensorSpec
 from .interfaces import Leaf
 
 
@@ -101,3 +102,14 @@ def has_float(args: tuple, kwargs: dict) -> bool:
         elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor) and arg[0].dtype.is_floating_point:
             return True
     return False
+
+
+def asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
+    """Padding in ``F.pad``'s order where ``"same"`` asks for more on the right than on the left; None elsewhere."""
+    if not op.row.ndim or op.constants[4] != "same" or op.pad is not None:
+        return None
+    assert op.weight is not None
+    totals = [d * (k - 1) for d, k in zip(ints(op.constants[5], op.row.ndim), op.weight.shape[2:], strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return None
+    return tuple(n for total in reversed(totals) for n in (total // 2, total - total // 2))

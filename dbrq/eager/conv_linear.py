@@ -18,7 +18,7 @@ from ..mappings import Role, Spelling
 from ..record.parameters import source_of, tensor_of
 from ..record.record import SeenOp, Step, Tag
 from ..tensors import UNSURE, Int8Tensor, Int8Weight, plain, row_major, set_tag
-from .arguments import activations, constant
+from .arguments import activations, asymmetric_padding, constant
 from .executor import Plan, Quantized
 from .interfaces import Leaf, Run, State
 from .weights import StoredWeight, Watched, is_weight, levels_of, norm_scale, norm_shift, rounds_to
@@ -318,17 +318,6 @@ class ComputePlan(Plan):
         if out is not None:
             return quantize(result, out)
         return row_major(result) if self.contiguous else result
-
-
-def asymmetric_padding(op: SeenOp) -> tuple[int, ...] | None:
-    """Padding in ``F.pad``'s order where ``"same"`` asks for more on the right than on the left; None elsewhere."""
-    if not op.row.ndim or op.constants[4] != "same" or op.pad is not None:
-        return None
-    assert op.weight is not None
-    totals = [d * (k - 1) for d, k in zip(ints(op.constants[5], op.row.ndim), op.weight.shape[2:], strict=True)]
-    if all(total % 2 == 0 for total in totals):
-        return None
-    return tuple(n for total in reversed(totals) for n in (total // 2, total - total // 2))
 
 
 class FusedPlan(Plan):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .._torch import current_function_mode, skip_one_hop, without_function_modes
 from ..auto_trace import InterceptedForward, ModelToken, RunCall, active
 from ..eager import views
-from ..eager.arguments import bind_leaf, has_float
-from ..eager.conv_linear import ComputePlan, asymmetric_padding
+from ..eager.arguments import asymmetric_padding, bind_leaf, has_float
+from ..eager.conv_linear import ComputePlan
 from ..eager.decompositions import decomposed
 from ..eager.float_reference import run_float
 from ..eager.ops import RecurrentPlan

@@ -230,7 +230,7 @@ class _Search:
             nonlocal model
             model = self._converted(preset)
             self.left -= 1
-            return float(self.evaluate(model)) if self.evaluate is not None else self._sqnr(model)
+            return float(self.evaluate(model)) if self.evaluate is not None else self.simulated.sqnr_of(model)
 
         metric = self.log.kept(f"{name} {sorted(preset.keep)}", measured)
         drop = self.sign * (self.float_metric - metric) if self.evaluate is not None else max(_ENOUGH_DB - metric, 0.0)
@@ -238,15 +238,12 @@ class _Search:
         slowdown = sum(self.times.get(path, 0.0) for path in floats) / self.whole_time
         trial = Trial(name, metric, drop, floats, slowdown)
         self.trials.append(trial)
-        best = self.best
-        better = best is None or (not best[0].drop <= self.max_drop and drop < best[0].drop)
-        if drop <= self.max_drop and best is not None and best[0].drop <= self.max_drop:
-            better = slowdown < best[0].slowdown
-        if better or (drop <= self.max_drop and best is not None and best[0].drop > self.max_drop):
+        if self.best is None or self._rank(trial) < self._rank(self.best[0]):
             self.best = trial, model, preset
         return drop <= self.max_drop
 
     def _rank(self, trial: Trial) -> tuple[bool, float]:
+        """Less is better: of those that are good enough the fastest, else the nearest."""
         enough = trial.drop <= self.max_drop
         return not enough, trial.slowdown if enough else trial.drop
 
@@ -256,9 +253,6 @@ class _Search:
 
     def _converted(self, preset: Preset) -> nn.Module:
         return finished(ready(self.prepared, preset=preset))
-
-    def _sqnr(self, model: nn.Module) -> float:
-        return self.simulated.sqnr_of(model)
 
 
 class _Log:
